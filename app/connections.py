@@ -1,0 +1,197 @@
+"""What uvicorn leaves out at the level of connections: a bound on their number, time limits for headers and for unread
+answers, a size limit for headers.
+
+A connection is idle when no request of its is being answered: new ones, those between requests, and those whose headers
+trickle in. When a connection comes that is one too many, the longest idle one makes room, so that idle connections keep
+nobody out, however many there are.
+"""
+
+import asyncio
+from dataclasses import dataclass
+from typing import Any
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from .errors import Failure
+
+_TIMEOUT = Failure(408, "invalid_request_error", "request_timeout", "The request's headers did not arrive in time.")
+_TOO_LARGE = Failure(431, "invalid_request_error", "request_too_large", "The request's headers are too large.")
+_INVALID = Failure(400, "invalid_request_error", "invalid_request", "This is not an HTTP request.")
+_FULL = Failure(503, "server_error", "overloaded", "The gateway has too many connections.", retry_after_s=1)
+_REASONS = {400: b"Bad Request", 408: b"Request Timeout", 431: b"Request Header Fields Too Large", 503: b"Unavailable"}
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectionStats:
+    """`closed` counts connections closed by the gateway, by cause."""
+
+    open: int
+    idle: int
+    closed: dict[str, int]
+
+
+class Connections:
+    """The connections of one server. Times in seconds, sizes in bytes."""
+
+    def __init__(
+        self, max_connections: int, max_header_bytes: int, header_timeout_s: float, send_timeout_s: float
+    ) -> None:
+        self.max_header_bytes = max_header_bytes
+        self.header_timeout_s = header_timeout_s
+        self.send_timeout_s = send_timeout_s
+        self._max_connections = max_connections
+        # Mutable state, changed by the methods below only. The longest idle stands first.
+        self._open: set[Connection] = set()
+        self._idle: dict[Connection, None] = {}
+        self._closed = dict.fromkeys(
+            ("made_room", "refused", "header_timeout", "headers_too_large", "invalid", "send_timeout"), 0
+        )
+
+    def stats(self) -> ConnectionStats:
+        return ConnectionStats(len(self._open), len(self._idle), dict(self._closed))
+
+    def admit(self, connection: "Connection") -> bool:
+        """Count a new connection in, making room for it if need be; False when all others are busy."""
+        if len(self._open) >= self._max_connections:
+            if not self._idle:
+                return False
+            longest_idle = next(iter(self._idle))
+            self.forget(longest_idle)
+            longest_idle.drop("made_room")
+        self._open.add(connection)
+        self._idle[connection] = None
+        return True
+
+    def note_busy(self, connection: "Connection") -> None:
+        self._idle.pop(connection, None)
+
+    def note_idle(self, connection: "Connection") -> None:
+        if connection in self._open:
+            self._idle[connection] = None
+
+    def forget(self, connection: "Connection") -> None:
+        self._open.discard(connection)
+        self._idle.pop(connection, None)
+
+    def count_closed(self, cause: str) -> None:
+        self._closed[cause] += 1
+
+
+class Connection(HttpToolsProtocol):
+    """uvicorn's protocol with limits. `connections` is the registry that all of a server's connections share."""
+
+    def __init__(self, *args: Any, connections: Connections, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._registry = connections
+        self._is_admitted = False
+        self._in_headers = True
+        self._header_bytes = 0
+        self._header_timer: asyncio.TimerHandle | None = None
+        self._send_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._is_admitted = self._registry.admit(self)
+        if self._is_admitted:
+            self._start_header_timer()
+        else:
+            self._refuse(_FULL, "refused")
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._registry.forget(self)
+        self._stop_header_timer()
+        if self._send_timer is not None:
+            self._send_timer.cancel()
+
+    def data_received(self, data: bytes) -> None:
+        if self.transport.is_closing():
+            return
+        if self._in_headers:
+            self._header_bytes += len(data)
+        super().data_received(data)
+        if not self._in_headers or self.transport.is_closing():
+            return
+        # The headers are not whole yet.
+        if self._header_bytes > self._registry.max_header_bytes:
+            self._refuse(_TOO_LARGE, "headers_too_large")
+        elif self._header_timer is None and self._header_bytes:
+            self._start_header_timer()
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        if not self._in_headers:
+            # A request sent before the answer to the last one (pipelining).
+            self._in_headers = True
+            self._header_bytes = 0
+
+    def on_headers_complete(self) -> None:
+        # What arrived in one piece may hold a body too, so the sum is taken only where it can matter.
+        if self._header_bytes > self._registry.max_header_bytes:
+            size = len(self.url) + sum(len(name) + len(value) for name, value in self.headers)
+            if size > self._registry.max_header_bytes:
+                self._refuse(_TOO_LARGE, "headers_too_large")
+                return
+        self._in_headers = False
+        self._stop_header_timer()
+        self._registry.note_busy(self)
+        super().on_headers_complete()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if not self.pipeline and (self.cycle is None or self.cycle.response_complete):
+            self._in_headers = True
+            self._header_bytes = 0
+            self._registry.note_idle(self)
+
+    def send_400_response(self, msg: str) -> None:
+        self._refuse(_INVALID, "invalid")
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        if self._send_timer is None:
+            self._send_timer = self.loop.call_later(self._registry.send_timeout_s, self.drop, "send_timeout")
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._send_timer is not None:
+            self._send_timer.cancel()
+            self._send_timer = None
+
+    def drop(self, cause: str) -> None:
+        """Close at once, whatever is still unsent."""
+        self._registry.count_closed(cause)
+        self.transport.abort()
+
+    def _start_header_timer(self) -> None:
+        self._header_timer = self.loop.call_later(self._registry.header_timeout_s, self._headers_are_late)
+
+    def _stop_header_timer(self) -> None:
+        if self._header_timer is not None:
+            self._header_timer.cancel()
+            self._header_timer = None
+
+    def _headers_are_late(self) -> None:
+        if self._header_bytes:
+            self._refuse(_TIMEOUT, "header_timeout")
+        else:
+            self.drop("header_timeout")
+
+    def _refuse(self, failure: Failure, cause: str) -> None:
+        """Answer where there is no request yet that could be answered."""
+        if self.transport.is_closing():
+            return
+        if self.cycle is not None and not self.cycle.response_complete:
+            self.drop(cause)  # the answer to an earlier request is under way, and nothing may be written into it
+            return
+        self._registry.count_closed(cause)
+        body = failure.body(request_id="")
+        head = [
+            b"HTTP/1.1 %d %s" % (failure.status, _REASONS[failure.status]),
+            b"content-type: application/json",
+            b"content-length: %d" % len(body),
+            b"connection: close",
+            *(name + b": " + value for name, value in failure.headers()),
+        ]
+        self.transport.write(b"\r\n".join([*head, b"", body]))
+        self.transport.close()

@@ -1,0 +1,309 @@
+"""The outermost ASGI layer: every request gets its id, its limits, and its line in the log here.
+
+Operations (app/operations.py) go from here to the pipeline; everything else goes on to FastAPI. See "The door" in
+docs/architecture.md for what that is worth.
+"""
+
+import asyncio
+import contextlib
+import gzip
+import logging
+import re
+import uuid
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+import orjson
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from routing.engine import Event
+
+from .errors import (
+    ClientGone,
+    Failure,
+    InvalidJSON,
+    InvalidRequest,
+    MethodNotAllowed,
+    RequestTimeout,
+    RequestTooLarge,
+    ShuttingDown,
+    describe,
+    is_known,
+)
+from .lifecycle import Lifecycle
+from .logs import Access
+from .metrics import Metrics
+from .operations import OPERATIONS, Operation
+from .pipeline import Pipeline, Ready
+from .sse import EventStream, close, encode, first_event
+
+logger = logging.getLogger("headrace")
+
+REQUEST_ID = re.compile(rb"[A-Za-z0-9._~:/+=-]{1,128}")
+JSON = (b"content-type", b"application/json")
+MIN_GZIP_BYTES = 1024
+GZIP_IN_THREAD_BYTES = 65536  # above it, compressing takes longer than handing it to a thread
+LINGER_S = 2.0
+MAX_DEPTH = 100  # of a body; tool schemas stay far below it
+
+T = TypeVar("T")
+
+
+class Door:
+    def __init__(
+        self,
+        app: ASGIApp,
+        pipeline: Pipeline,
+        lifecycle: Lifecycle,
+        metrics: Metrics,
+        max_body_bytes: int,
+        body_timeout_s: float,
+        ping_s: float,
+    ) -> None:
+        self._app = app
+        self._pipeline = pipeline
+        self._lifecycle = lifecycle
+        self._metrics = metrics
+        self._max_body_bytes = max_body_bytes
+        self._body_timeout_s = body_timeout_s
+        self._ping_s = ping_s
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = dict(scope["headers"])
+        exchange = Exchange(scope, headers, send)
+        operation = OPERATIONS.get(scope["path"])
+        try:
+            if operation is None:
+                scope["state"]["request_id"] = exchange.access.request_id
+                await self._app(scope, receive, exchange.send)
+            else:
+                await self._operate(operation, exchange, headers, receive)
+        except ClientGone:
+            exchange.access.outcome = "disconnected"
+        except Exception as exc:
+            await self._refuse(exchange, exc, receive)
+        finally:
+            access = exchange.access
+            if access.status is None:
+                # The exchange ended without an answer: the caller left, or the server is cancelling everything.
+                access.outcome = "disconnected"
+            access.end()
+            if operation is not None:
+                self._metrics.record(access, access.duration_s)
+
+    async def _operate(
+        self, operation: Operation, exchange: "Exchange", headers: dict[bytes, bytes], receive: Receive
+    ) -> None:
+        access = exchange.access
+        access.operation = operation.name
+        if access.method != "POST":
+            raise MethodNotAllowed(access.method, "POST")
+        with self._lifecycle.running() as end:
+            self._check_head(headers)
+            body = await self._read_body(receive)
+            ready = self._pipeline.prepare(operation, parse(body), access)
+            if ready.stream:
+                await self._stream(ready, exchange, receive, end)
+            else:
+                answer = await until_gone(self._pipeline.answer(ready), receive, end)
+                await exchange.reply(200, answer.body, gzip_allowed=accepts_gzip(headers.get(b"accept-encoding", b"")))
+
+    def _check_head(self, headers: dict[bytes, bytes]) -> None:
+        """What can be refused before a byte of the body is read."""
+        length = headers.get(b"content-length", b"0")
+        if int(length) > self._max_body_bytes:
+            raise RequestTooLarge(self._max_body_bytes)
+        media_type = headers.get(b"content-type", b"application/json").partition(b";")[0].strip().lower()
+        if media_type != b"application/json":
+            raise InvalidRequest("The content type must be application/json.")
+        if headers.get(b"content-encoding", b"identity") != b"identity":
+            raise InvalidRequest("A compressed body is not understood; send it as it is.")
+
+    async def _read_body(self, receive: Receive) -> bytes:
+        """Raises: RequestTooLarge, RequestTimeout, ClientGone."""
+        parts: list[bytes] = []
+        size = 0
+        while True:
+            try:
+                async with asyncio.timeout(self._body_timeout_s):
+                    message = await receive()
+            except TimeoutError:
+                raise RequestTimeout from None
+            if message["type"] == "http.disconnect":
+                raise ClientGone
+            parts.append(message.get("body", b""))
+            size += len(parts[-1])
+            if size > self._max_body_bytes:
+                raise RequestTooLarge(self._max_body_bytes)
+            if not message.get("more_body", False):
+                return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    async def _stream(self, ready: Ready, exchange: "Exchange", receive: Receive, end: "asyncio.Future[None]") -> None:
+        events = self._pipeline.stream(ready)
+        first = asyncio.create_task(first_event(events))
+        try:
+            # An error before the first event is an HTTP error still. A first ping starts the response, though.
+            await wait_unless_gone(first, receive, end, self._ping_s)
+            if first.done() and (error := first.exception()) is not None and not isinstance(error, StopAsyncIteration):
+                raise error
+        except BaseException:
+            await close(first, events)
+            raise
+        access = exchange.access
+        response = EventStream(
+            first,
+            events,
+            end,
+            encode_error=lambda exc: encode(Event(self._failure(exc, access).body(access.request_id))),
+            headers=exchange.own_headers(),
+            ping_s=self._ping_s,
+        )
+        await response(exchange.scope, receive, exchange.send)
+        if isinstance(response.error, ClientGone):
+            raise response.error
+
+    async def _refuse(self, exchange: "Exchange", exc: Exception, receive: Receive) -> None:
+        failure = self._failure(exc, exchange.access)
+        if exchange.access.status is not None:
+            return  # the answer has begun; uvicorn closes the connection of one that was not finished
+        body = failure.body(exchange.access.request_id)
+        if isinstance(exc, RequestTooLarge | RequestTimeout):
+            await self._refuse_and_linger(exchange, failure, body, receive)
+            return
+        extra = [(b"connection", b"close")] if isinstance(exc, ShuttingDown) else []
+        await exchange.reply(failure.status, body, headers=[*failure.headers(), *extra])
+
+    async def _refuse_and_linger(self, exchange: "Exchange", failure: Failure, body: bytes, receive: Receive) -> None:
+        """Answer while the caller may still be sending, then read on for a moment: a connection closed with unread
+        bytes is reset, and the reset can overtake the answer (RFC 9112, section 9.6)."""
+        headers = [JSON, (b"content-length", b"%d" % len(body)), (b"connection", b"close"), *failure.headers()]
+        await exchange.send({"type": "http.response.start", "status": failure.status, "headers": headers})
+        await exchange.send({"type": "http.response.body", "body": body, "more_body": True})
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LINGER_S):
+                while (message := await receive())["type"] != "http.disconnect" and message.get("more_body"):
+                    pass
+        await exchange.send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    def _failure(self, exc: BaseException, access: Access) -> Failure:
+        failure = describe(exc)
+        access.error = failure.code
+        access.outcome = "error" if failure.status >= 500 else "refused"
+        if not is_known(exc):
+            logger.error("request %s failed", access.request_id, exc_info=exc)
+        return failure
+
+
+class Exchange:
+    """One request and its answer: what has been sent, and what will stand in the log."""
+
+    def __init__(self, scope: Scope, headers: dict[bytes, bytes], send: Send) -> None:
+        given = headers.get(b"x-request-id", b"")
+        request_id = given.decode() if REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+        self.scope = scope
+        self.access = Access(request_id, scope["method"], scope["path"][:200])
+        self._send = send
+
+    def own_headers(self) -> dict[str, str]:
+        return {"x-request-id": self.access.request_id}
+
+    async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.access.status = message["status"]
+            if self.access.operation is None:
+                # From FastAPI, which does not know of the id.
+                message["headers"] = [*message["headers"], (b"x-request-id", self.access.request_id.encode())]
+                if message["status"] >= 400:
+                    self.access.outcome = "error" if message["status"] >= 500 else "refused"
+        await self._send(message)
+
+    async def reply(
+        self, status: int, body: bytes, headers: list[tuple[bytes, bytes]] | None = None, gzip_allowed: bool = False
+    ) -> None:
+        all_headers = [JSON, (b"x-request-id", self.access.request_id.encode()), *(headers or [])]
+        if len(body) > MIN_GZIP_BYTES:
+            all_headers.append((b"vary", b"accept-encoding"))
+            if gzip_allowed:
+                all_headers.append((b"content-encoding", b"gzip"))
+                body = await compress(body)
+        all_headers.append((b"content-length", b"%d" % len(body)))
+        await self.send({"type": "http.response.start", "status": status, "headers": all_headers})
+        await self.send({"type": "http.response.body", "body": body})
+
+
+def parse(body: bytes) -> Any:
+    """Decode JSON. Raises: InvalidJSON, also for NaN, for text that is not UTF-8, and for nesting beyond MAX_DEPTH."""
+    try:
+        document = orjson.loads(body)
+    except orjson.JSONDecodeError as exc:
+        raise InvalidJSON(f"The body is not JSON: {exc.msg} (line {exc.lineno}, column {exc.colno}).") from None
+    if body.count(b"[") + body.count(b"{") > MAX_DEPTH and depth_exceeds(document, MAX_DEPTH):
+        raise InvalidRequest(f"The body is nested more than {MAX_DEPTH} deep.")
+    return document
+
+
+def depth_exceeds(document: Any, limit: int) -> bool:
+    """Whether lists and objects stand more than `limit` deep in each other; found without recursion."""
+    level = [document]
+    for _ in range(limit + 1):
+        level = [
+            child
+            for node in level
+            for child in (node.values() if isinstance(node, dict) else node if isinstance(node, list) else ())
+            if isinstance(child, dict | list)
+        ]
+        if not level:
+            return False
+    return True
+
+
+def accepts_gzip(accept_encoding: bytes) -> bool:
+    """RFC 9110, section 12.5.3, for the one coding offered."""
+    weights = {}
+    for item in accept_encoding.lower().split(b","):
+        coding, _, weight = item.partition(b";")
+        weights[coding.strip()] = weight.replace(b" ", b"") not in (b"q=0", b"q=0.0", b"q=0.00", b"q=0.000")
+    return weights.get(b"gzip", weights.get(b"*", False))
+
+
+async def compress(body: bytes) -> bytes:
+    if len(body) > GZIP_IN_THREAD_BYTES:
+        return await asyncio.to_thread(gzip.compress, body, 5)
+    return gzip.compress(body, 5)
+
+
+async def until_gone(work: Coroutine[Any, Any, T], receive: Receive, end: "asyncio.Future[None]") -> T:
+    """Run `work` to its end, or cancel it when the caller leaves or `end` is set.
+
+    Raises: ClientGone, ShuttingDown, and what `work` raises.
+    """
+    task = asyncio.create_task(work)
+    try:
+        await wait_unless_gone(task, receive, end)
+        return task.result()
+    finally:
+        if not task.done():
+            task.cancel()
+            await asyncio.wait([task], timeout=1.0)
+        if not task.cancelled() and task.done():
+            task.exception()
+
+
+async def wait_unless_gone(
+    work: "asyncio.Task[Any]", receive: Receive, end: "asyncio.Future[None]", timeout_s: float | None = None
+) -> None:
+    """Wait for `work`, up to `timeout_s`. Raises: ClientGone, ShuttingDown."""
+    gone = asyncio.ensure_future(receive())
+    try:
+        await asyncio.wait([work, gone, end], timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        if work.done():
+            return
+        if gone.done():
+            raise ClientGone
+        if end.done():
+            raise ShuttingDown
+    finally:
+        gone.cancel()

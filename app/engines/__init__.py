@@ -1,0 +1,1 @@
+"""Adapters: each makes one kind of engine look like routing/engine.py's Engine."""

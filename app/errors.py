@@ -1,0 +1,155 @@
+"""The gateway's own refusals, and the one table that turns any error into an answer in OpenAI's form."""
+
+import time
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+import orjson
+
+from routing.errors import (
+    ContextLengthExceeded,
+    EngineDied,
+    EngineError,
+    EngineUnavailable,
+    ModelNotFound,
+    RequestRejected,
+    UnsupportedOperation,
+)
+
+
+class Refusal(Exception):
+    """A request that the gateway does not pass on; the text is for the caller."""
+
+
+class InvalidJSON(Refusal):
+    """The body is not JSON."""
+
+
+class InvalidRequest(Refusal):
+    """The body is JSON, and not a request. `param` names the field."""
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class RequestTooLarge(Refusal):
+    """The body is over the limit."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        super().__init__(f"The request body is larger than {limit_bytes} bytes.")
+
+
+class RequestTimeout(Refusal):
+    """The body stopped coming."""
+
+    def __init__(self) -> None:
+        super().__init__("The request body did not arrive in time.")
+
+
+class NotFound(Refusal):
+    """No such path."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__(f"There is nothing at {path[:200]!r}.")
+
+
+class MethodNotAllowed(Refusal):
+    """The path exists, this method on it does not."""
+
+    def __init__(self, method: str, allowed: str) -> None:
+        super().__init__(f"{method[:20]} is not allowed here; use {allowed}.")
+        self.allowed = allowed
+
+
+class ShuttingDown(Refusal):
+    """The gateway is on its way out."""
+
+    def __init__(self, retry_after_s: float = 1.0) -> None:
+        super().__init__("The gateway is shutting down; try again, another replica will answer.")
+        self.retry_after_s = retry_after_s
+
+
+class ClientGone(Exception):
+    """The caller has closed the connection: nobody is left to be answered."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """An error as it leaves by HTTP."""
+
+    status: int
+    type: str
+    code: str
+    message: str
+    param: str | None = None
+    retry_after_s: float | None = None
+    allowed: str | None = None
+
+    def body(self, request_id: str) -> bytes:
+        return orjson.dumps(
+            {
+                "error": {
+                    "message": self.message,
+                    "type": self.type,
+                    "param": self.param,
+                    "code": self.code,
+                    "request_id": request_id,
+                    "timestamp": datetime.fromtimestamp(time.time(), UTC).isoformat(timespec="milliseconds"),
+                }
+            }
+        )
+
+    def headers(self) -> list[tuple[bytes, bytes]]:
+        headers = []
+        if self.retry_after_s is not None:
+            headers.append((b"retry-after", b"%d" % max(1, round(self.retry_after_s))))
+        if self.allowed is not None:
+            headers.append((b"allow", self.allowed.encode()))
+        return headers
+
+
+_CALLER = "invalid_request_error"
+_SERVER = "server_error"
+
+# The first row that fits counts, so a subclass stands above its base.
+_TABLE: tuple[tuple[type[Exception], int, str, str], ...] = (
+    (InvalidJSON, 400, _CALLER, "invalid_json"),
+    (InvalidRequest, 400, _CALLER, "invalid_request"),
+    (RequestTooLarge, 413, _CALLER, "request_too_large"),
+    (RequestTimeout, 408, _CALLER, "request_timeout"),
+    (NotFound, 404, _CALLER, "not_found"),
+    (MethodNotAllowed, 405, _CALLER, "method_not_allowed"),
+    (ShuttingDown, 503, _SERVER, "shutting_down"),
+    (ModelNotFound, 404, _CALLER, "model_not_found"),
+    (ContextLengthExceeded, 400, _CALLER, "context_length_exceeded"),
+    (RequestRejected, 400, _CALLER, "invalid_request"),
+    (UnsupportedOperation, 501, _SERVER, "unsupported_operation"),
+    (EngineUnavailable, 503, _SERVER, "engine_unavailable"),
+    (EngineDied, 503, _SERVER, "engine_unavailable"),
+    (EngineError, 502, _SERVER, "engine_error"),
+)
+
+_INTERNAL = Failure(500, _SERVER, "internal_error", "The gateway failed at this request.")
+
+
+def describe(exc: BaseException) -> Failure:
+    """Translate an error. What the table does not know says nothing of itself to the caller."""
+    for kind, status, type_, code in _TABLE:
+        if isinstance(exc, kind):
+            param = "model" if isinstance(exc, ModelNotFound) else getattr(exc, "param", None)
+            return Failure(
+                status,
+                type_,
+                code,
+                str(exc),
+                param=param,
+                retry_after_s=getattr(exc, "retry_after_s", None),
+                allowed=getattr(exc, "allowed", None),
+            )
+    return _INTERNAL
+
+
+def is_known(exc: BaseException) -> bool:
+    """Whether the table has a row for it; what it does not know is a fault of ours, and worth a trace in the log."""
+    return isinstance(exc, tuple(kind for kind, *_ in _TABLE))

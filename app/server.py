@@ -1,0 +1,113 @@
+"""The server process: listen, serve, and on SIGTERM or SIGINT drain and leave."""
+
+import asyncio
+import functools
+import logging
+import resource
+import signal
+import socket
+from types import FrameType
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from .connections import Connection, Connections
+from .lifecycle import Lifecycle
+from .settings import ServerSettings, SettingsError
+
+logger = logging.getLogger("headrace")
+
+OWN_FILES = 256  # what the process needs besides connections: libraries, engines' sockets, logs
+MOST_FILES = 1 << 20  # some containers say that a billion are allowed, and tables grow with the limit
+
+
+class Server(uvicorn.Server):
+    """uvicorn, with the gateway's own end: a signal starts the drain, and the exit code says how it went."""
+
+    def __init__(self, app: ASGIApp, settings: ServerSettings, lifecycle: Lifecycle, connections: Connections) -> None:
+        super().__init__(
+            uvicorn.Config(
+                app,
+                loop="uvloop",
+                http=functools.partial(Connection, connections=connections),  # type: ignore[arg-type]
+                ws="none",
+                lifespan="on",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                timeout_keep_alive=settings.keep_alive_s,  # type: ignore[arg-type]
+                timeout_graceful_shutdown=2,
+                ssl_certfile=settings.tls_cert_file,
+                ssl_keyfile=settings.tls_key_file,
+            )
+        )
+        self._settings = settings
+        self._lifecycle = lifecycle
+        self._drain: asyncio.Task[None] | None = None
+        self.failure: BaseException | None = None
+        self.has_started = asyncio.Event()
+
+    @property
+    def url(self) -> str:
+        """Where it listens, once it does."""
+        host, port = self.servers[0].sockets[0].getsockname()[:2]
+        scheme = "https" if self._settings.tls_cert_file else "http"
+        return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
+
+    def fail(self, error: BaseException) -> None:
+        """Leave without draining: the gateway cannot serve."""
+        self.failure = error
+        self.should_exit = True
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        # Called by the interpreter between two steps of the loop, in the loop's thread.
+        asyncio.get_running_loop().call_soon_threadsafe(self.stop, signal.Signals(sig).name)
+
+    def stop(self, why: str) -> None:
+        """Drain, then leave; said twice, leave with no further wait."""
+        if self._drain is not None:
+            self._lifecycle.hurry()
+            return
+        logger.info("stopping (%s)", why)
+        self._drain = asyncio.get_running_loop().create_task(self._lifecycle.drain())
+        self._drain.add_done_callback(lambda _: setattr(self, "should_exit", True))
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """uvicorn's, but for a bound on the TLS handshake, and the error of an address that cannot be used."""
+        loop = asyncio.get_running_loop()
+        settings, config = self._settings, self.config
+        await self.lifespan.startup()
+        if self.lifespan.should_exit:
+            raise SettingsError("the gateway did not start; the reason stands above")
+
+        def make_connection() -> asyncio.Protocol:
+            return config.http_protocol_class(  # type: ignore[call-arg]
+                config=config, server_state=self.server_state, app_state=self.lifespan.state, _loop=loop
+            )
+
+        try:
+            server = await loop.create_server(
+                make_connection,
+                settings.host,
+                settings.port,
+                backlog=settings.backlog,
+                ssl=config.ssl,
+                ssl_handshake_timeout=settings.header_timeout_s if config.ssl else None,
+            )
+        except OSError as exc:
+            await self.lifespan.shutdown()
+            raise SettingsError(f"cannot listen on {settings.host}:{settings.port}: {exc.strerror or exc}") from exc
+        self.servers = [server]
+        self.started = True
+        self.has_started.set()
+
+
+def raise_file_limit(max_connections: int) -> int:
+    """Raise the soft limit on open files to the hard one; return how many connections fit into it."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    limit = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+    fitting = max(limit - OWN_FILES, 1)
+    if max_connections > fitting:
+        logger.warning("max_connections is %d, but the limit on open files allows %d", max_connections, fitting)
+    return min(max_connections, fitting)

@@ -1,0 +1,86 @@
+"""The engine as its consumers see it: an OpenAI-shaped request in, a whole document or a sequence of events out."""
+
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One request for an engine. `body` is the OpenAI request, decoded and without nulls; it is not to be changed."""
+
+    operation: str
+    model: str
+    body: dict[str, Any]
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Tokens of one answer. `cached_tokens` (of the prompt, found in the engine's KV cache) is None when not told."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int | None = None
+
+
+class Answer(NamedTuple):
+    """A whole answer: a JSON document as it goes to the caller."""
+
+    body: bytes
+    usage: Usage | None
+
+
+class Event(NamedTuple):
+    """One server-sent event; `data` is its payload without framing. The event that only tells usage carries it."""
+
+    data: bytes
+    name: str | None = None
+    usage: Usage | None = None
+
+
+@dataclass(slots=True)
+class Load:
+    """What the engine is busy with, in requests, as it last said."""
+
+    running: int = 0
+    waiting: int = 0
+
+
+class Answerer(Protocol):
+    """Both ways to ask raise RequestRejected, UnsupportedOperation, and EngineError with its kinds."""
+
+    async def answer(self, call: Call) -> Answer: ...
+
+    def stream(self, call: Call) -> AsyncGenerator[Event, None]:
+        """Yield events as they come; the end of the generator is the end of a whole answer (there is no `[DONE]`).
+
+        Always tells usage at the end. Closing the generator aborts the engine's work.
+        """
+        ...
+
+
+class Engine(Answerer, Protocol):
+    """An engine with its life. `load` is what it is busy with; `stage` what a start is doing just now, for people who
+    wait ("loading the weights")."""
+
+    @property
+    def load(self) -> Load: ...
+
+    @property
+    def stage(self) -> str: ...
+
+    async def start(self) -> None:
+        """Return when requests can be answered. May be called again after `stop`.
+
+        Raises: EngineConfigError, EngineError.
+        """
+        ...
+
+    async def stop(self) -> None:
+        """Free everything, processes included; also after a failed start, and after one that was cancelled."""
+        ...
+
+    async def check(self) -> None:
+        """Make one round trip to the engine. Raises: EngineDied."""
+        ...
