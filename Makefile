@@ -1,5 +1,5 @@
 # The two commands of a fresh machine: `make serve` and `make test`. Both install what is missing, once.
-.PHONY: serve test test-fast lint clean
+.PHONY: serve test test-fast lint docs clean
 
 serve: .venv/.serve
 	.venv/bin/headrace model fetch
@@ -28,3 +28,6 @@ lint: .venv/.test
 
 clean:
 	rm -rf .venv
+
+docs: .venv/.test
+	.venv/bin/python scripts/settings_table.py

@@ -97,8 +97,16 @@ RESERVED = {
     "tokens_only",
 }
 
-# SmolLM2-135M is small: compiling it would take longer than it saves, and in bfloat16 its first tokens are near-ties.
-BUILTIN_DEFAULTS = {"dtype": "float32", "enforce_eager": True, "kv_cache_memory_bytes": 1 << 30}
+# SmolLM2-135M is small: compiling it would take longer than it saves, and in bfloat16 its first tokens are near-ties. It
+# was not taught to call tools, but a parser makes vLLM guide it by the tool's schema.
+BUILTIN_DEFAULTS = {
+    "dtype": "float32",
+    "enforce_eager": True,
+    "kv_cache_memory_bytes": 1 << 30,
+    "enable_auto_tool_choice": True,
+    "tool_call_parser": "hermes",
+    "tool_strict_level": "parameter",
+}
 
 SHUTDOWN_TIMEOUT_S = 10.0
 
