@@ -118,11 +118,10 @@ async def _guide(gateway: "Gateway", settings: Settings) -> None:
 
 def check_config(arguments: argparse.Namespace) -> int:
     settings = load_settings(arguments.config, arguments.preset)
-    pools = [pool for pool in settings.pools if pool.engine == "vllm"]
-    if pools:
-        from .engines.embedded import parse_options
+    for pool in settings.pools:
+        if pool.vllm is not None:
+            from .engines.embedded import parse_options
 
-        for pool in pools:
             parse_options(pool.vllm, [pool.model_name])
     print("The settings are good.")
     return 0

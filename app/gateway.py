@@ -90,18 +90,19 @@ class Gateway:
 
 
 def make_engine(pool: PoolSettings, settings: Settings) -> Engine:
-    if pool.engine == "scripted":
+    if pool.scripted is not None:
         script = pool.scripted
         return ScriptedEngine(
             Script(script.text, script.first_token_s, script.token_s, script.error_after), script.max_model_len
         )
     from .engines.embedded import EmbeddedEngine
 
+    options = pool.vllm or {}
     monitoring = settings.monitoring
     return EmbeddedEngine(
-        pool.vllm,
+        options,
         names=[model.name for model in settings.offered_models() if model.pool == pool.name],
         cache_dir=settings.cache_dir,
-        is_builtin=pool.vllm["model"] == BUILTIN_MODEL,
+        is_builtin=options["model"] == BUILTIN_MODEL,
         log_config=logging_config(monitoring.log_format, monitoring.log_level, monitoring.engine_log_level),
     )

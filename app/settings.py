@@ -95,23 +95,30 @@ class PoolSettings(Section):
     """Name in logs, metrics, and health."""
     engine: Literal["vllm", "scripted"]
     """`vllm`: an engine inside this process. `scripted`: fixed answers, for tests and demonstrations."""
-    vllm: dict[str, Any] = {}
+    vllm: dict[str, Any] | None = None
     """Options of the engine, by vLLM's own names. `model = "builtin"` is the model that comes with Headrace."""
-    scripted: ScriptedSettings = ScriptedSettings()
+    scripted: ScriptedSettings | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _own_options_are_there(cls, data: Any) -> Any:
+        if isinstance(data, dict) and data.get("engine") in ("vllm", "scripted"):
+            return {data["engine"]: {}, **data}
+        return data
 
     @model_validator(mode="after")
     def _only_its_own_options(self) -> Self:
-        if self.engine == "vllm" and not self.vllm.get("model"):
-            raise ValueError("a pool with engine = 'vllm' needs vllm.model")
         other = "vllm" if self.engine == "scripted" else "scripted"
-        if other in self.model_fields_set:
+        if getattr(self, other) is not None:
             raise ValueError(f"{other}: not for a pool with engine = {self.engine!r}")
+        if self.vllm is not None and not self.vllm.get("model"):
+            raise ValueError("a pool with engine = 'vllm' needs vllm.model")
         return self
 
     @property
     def model_name(self) -> str:
         """The name under which a pool is offered when no [[models]] says otherwise."""
-        if self.engine == "scripted":
+        if self.vllm is None:
             return self.name
         served = self.vllm.get("served_model_name") or self.vllm["model"]
         name = served[0] if isinstance(served, list) else str(served)
@@ -226,7 +233,7 @@ def _overlay_environment(document: dict[str, Any], env: Mapping[str, str]) -> No
         try:
             value = json.loads(text) if text[:1] in ("[", "{") else text
             place: Any = document
-            for part, following in zip(parents, [*parents[1:], last], strict=True):
+            for part, following in zip(parents, [*parents, last][1:], strict=True):
                 place = _child(place, part, [] if following.isdigit() else {})
             if isinstance(place, list):
                 _child(place, last, value)

@@ -8,7 +8,8 @@ import pytest
 
 from app.engines.embedded import BUILTIN_DEFAULTS, CONTRACT, RESERVED, SERVING, VLLM_SERIES
 
-pytestmark = pytest.mark.e2e  # importing vLLM takes a while
+# Importing vLLM takes a while, and PyTorch warns of itself.
+pytestmark = [pytest.mark.e2e, pytest.mark.filterwarnings("ignore")]
 
 
 def find(name: str) -> object:
@@ -47,11 +48,11 @@ def test_serving_objects_answer_as_they_did(operation: str) -> None:
     find(request_class)
     source = inspect.getsource(find("vllm.entrypoints.generate.api_router:init_generate_state"))
     assert f"state.{attribute} =" in source, f"vLLM's application state has no {attribute} any more"
-    kind = {"openai_serving_chat": "chat_completion", "openai_serving_completion": "completion"}[attribute]
-    name = {"openai_serving_chat": "OpenAIServingChat", "openai_serving_completion": "OpenAIServingCompletion"}[
-        attribute
-    ]
-    serving = find(f"vllm.entrypoints.openai.{kind}.serving:{name}.{method}")
+    classes = {
+        "openai_serving_chat": "chat_completion.serving:OpenAIServingChat",
+        "openai_serving_completion": "completion.serving:OpenAIServingCompletion",
+    }
+    serving = find(f"vllm.entrypoints.openai.{classes[attribute]}.{method}")
     assert list(inspect.signature(serving).parameters)[:3] == ["self", "request", "raw_request"]
 
 

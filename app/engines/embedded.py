@@ -97,8 +97,8 @@ RESERVED = {
     "tokens_only",
 }
 
-# SmolLM2-135M is small: compiling it would take longer than it saves, and in bfloat16 its first tokens are near-ties. It
-# was not taught to call tools, but a parser makes vLLM guide it by the tool's schema.
+# SmolLM2-135M is small: compiling it would take longer than it saves, and in bfloat16 its first tokens are near-ties.
+# It was not taught to call tools, but a parser makes vLLM guide it by the tool's schema.
 BUILTIN_DEFAULTS = {
     "dtype": "float32",
     "enforce_eager": True,
@@ -363,7 +363,7 @@ def parse_options(options: Mapping[str, Any], names: list[str]) -> argparse.Name
     args.enable_prompt_tokens_details = options.get("enable_prompt_tokens_details", True)
     try:
         validate_parsed_serve_args(args)
-    except (TypeError, ValueError) as exc:
+    except (TypeError, ValueError, KeyError) as exc:
         raise EngineConfigError(f"vLLM refuses the options: {first_line(exc)}") from exc
     return args
 

@@ -64,13 +64,13 @@ def test_killed_engine_is_noticed_told_and_started_again_then_drained_without_le
         engine_processes = process.engine_processes()
         assert engine_processes
         with ThreadPoolExecutor() as pool:
-            stream = client.completions.create(
-                model=MODEL, prompt="One", stream=True, max_tokens=100, extra_body={"ignore_eos": True}
-            )
+            options = {"max_tokens": 100, "extra_body": {"ignore_eos": True}}
+            usage = {"stream_options": {"include_usage": True}}
+            stream = client.completions.create(model=MODEL, prompt="One", stream=True, **options, **usage)
             next(iter(stream))
             rest = pool.submit(list, stream)
             process.popen.send_signal(signal.SIGTERM)
-            assert len(rest.result()) == 99
+            assert rest.result()[-1].usage.completion_tokens == 100
         assert process.popen.wait(30) == 0
         assert all(is_gone(item) for item in engine_processes)
         assert "Traceback" not in process.log.read_text().rpartition("stopping (SIGTERM)")[2]
@@ -109,7 +109,7 @@ def test_engine_processes_follow_a_killed_gateway_and_a_stop_during_the_start_is
         ('dtype = "float33"', "dtype"),
         ('max_model_len = "many"', "max-model-len"),
         ("max_model_len = 10000000", "max_model_len"),
-        ("enable_auto_tool_choice = true", "tool-call-parser"),
+        ('tool_call_parser = "nope"', "nope"),
     ],
 )
 def test_wrong_option_stops_the_start_with_one_clear_line(tmp_path: Path, option: str, message: str) -> None:
