@@ -100,6 +100,22 @@ async def test_engine_whose_settings_are_wrong_stops_the_gateway() -> None:
         await asyncio.wait_for(gateway.serve(), 5)
 
 
+async def test_settings_that_turn_wrong_later_do_not_stop_the_gateway() -> None:
+    class ForgetfulEngine(ScriptedEngine):
+        async def start(self) -> None:
+            await super().start()
+            if self.starts == 2:
+                self.is_alive = False
+                raise EngineConfigError("the hub does not answer")
+
+    engine = ForgetfulEngine(Script("One."))
+    async with supervised(engine) as watched:
+        await watched.has_started.wait()
+        engine.is_alive = False
+        await until(lambda: watched.is_ready and engine.starts == 3)
+        assert watched.status().last_error == "the hub does not answer"
+
+
 async def test_requests_while_the_engine_starts_are_told_when_to_come_again() -> None:
     gate = asyncio.Event()
 

@@ -12,6 +12,7 @@ import asyncio
 import atexit
 import dataclasses
 import difflib
+import gc
 import json
 import logging
 import multiprocessing
@@ -21,7 +22,7 @@ import tempfile
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import orjson
 from pydantic import ValidationError
@@ -110,6 +111,8 @@ BUILTIN_DEFAULTS = {
 
 SHUTDOWN_TIMEOUT_S = 10.0
 
+T = TypeVar("T")
+
 
 class EmbeddedEngine:
     """`options` are vLLM's, by vLLM's names; `names` the model names it answers to, the first of which vLLM knows."""
@@ -132,35 +135,47 @@ class EmbeddedEngine:
         # Mutable state, changed by `start` and `stop` only.
         self._engine: AsyncLLMEngine | None = None
         self._serving: dict[str, tuple[Callable[..., Any], type[Any]]] = {}
-        self._starting: asyncio.Future[Any] | None = None
+        self._thread: asyncio.Future[Any] | None = None
         self._is_wanted = False
 
     async def start(self) -> None:
         self._is_wanted = True
-        self._starting = asyncio.ensure_future(asyncio.to_thread(self._build))
-        self._engine, args = await asyncio.shield(self._starting)
-        self._starting = None
+        # Not in one go: importing vLLM leaves tracebacks in its modules, and their frames would keep the engine.
+        args, config = await self._in_thread(self._configure)
+        self._engine = await self._in_thread(self._launch, config)
         self.stage = "preparing the chat template"
         try:
             await self._init_serving(args)
         except Exception as exc:
-            raise EngineError(f"vLLM's serving layer did not start: {exc}") from exc
+            raise EngineConfigError(f"vLLM's serving layer refuses the options: {first_line(exc)}") from exc
+
+    async def _in_thread(self, work: Callable[..., T], *args: Any) -> T:
+        """Run what blocks. When this is cancelled the thread runs on, and `stop` waits for it."""
+        thread = self._thread = asyncio.ensure_future(asyncio.to_thread(work, *args))
+        try:
+            return await asyncio.shield(thread)
+        finally:
+            if thread.done():
+                self._thread = None
 
     async def stop(self) -> None:
         self._is_wanted = False
-        if self._starting is not None:
+        thread, self._thread = self._thread, None
+        if thread is not None:
             # A start was cancelled, but its thread runs on; without its processes it ends soon.
             for process in multiprocessing.active_children():
                 process.kill()
-            done, _ = await asyncio.wait([self._starting], timeout=SHUTDOWN_TIMEOUT_S)
-            if done and self._starting.exception() is None:
-                self._engine = self._starting.result()[0]
-            self._starting = None
+            done, _ = await asyncio.wait([thread], timeout=SHUTDOWN_TIMEOUT_S)
+            if done and thread.exception() is None and hasattr(thread.result(), "shutdown"):
+                self._engine = thread.result()
         engine, self._engine = self._engine, None
         self._serving = {}
         self.load = Load()
         if engine is not None:
             await asyncio.to_thread(engine.shutdown, SHUTDOWN_TIMEOUT_S)
+            # It stands in cycles; left to the interpreter's end, its finaliser would fail there.
+            del engine
+            gc.collect()
 
     async def check(self) -> None:
         engine = self._engine
@@ -198,10 +213,10 @@ class EmbeddedEngine:
 
     # Starting
 
-    def _build(self) -> tuple[AsyncLLMEngine, argparse.Namespace]:
-        """Everything that blocks: runs in a thread. Raises: EngineConfigError, EngineError."""
+    def _configure(self) -> tuple[argparse.Namespace, Any]:
+        """vLLM's arguments and its configuration. Raises: EngineConfigError, EngineError."""
         if self._is_builtin:
-            self.stage = "preparing the built-in model"
+            self._go_on("preparing the built-in model")
             try:
                 path = fetch(self._cache_dir)
             except FetchError as exc:
@@ -211,21 +226,25 @@ class EmbeddedEngine:
         prepare_environment(self._log_config)
         args = parse_options(self._options, self._names)
         self._go_on("reading the model's configuration")
-        from vllm import AsyncEngineArgs, AsyncLLMEngine
+        from vllm import AsyncEngineArgs
 
         try:
-            config = AsyncEngineArgs.from_cli_args(args).create_engine_config()
+            return args, AsyncEngineArgs.from_cli_args(args).create_engine_config()
         except Exception as exc:
             raise EngineConfigError(f"vLLM refuses the options: {first_line(exc)}") from exc
+
+    def _launch(self, config: Any) -> AsyncLLMEngine:
+        """Raises: EngineError."""
         self._go_on("starting the engine process and loading the weights")
+        from vllm import AsyncLLMEngine
+
         try:
             # Ours is the only stat logger: a second engine's default one would unregister the first one's metrics.
-            engine = AsyncLLMEngine.from_vllm_config(
+            return AsyncLLMEngine.from_vllm_config(
                 config, stat_loggers=[load_logger(self.load)], disable_log_stats=True
             )
         except Exception as exc:
             raise EngineError(f"vLLM's engine did not start: {first_line(exc)}") from exc
-        return engine, args
 
     def _go_on(self, stage: str) -> None:
         if not self._is_wanted:

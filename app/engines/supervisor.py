@@ -94,15 +94,16 @@ class SupervisedEngine:
             raise self._unavailable(exc) from exc
 
     async def run(self) -> None:
-        """Raises: EngineConfigError, when another start cannot help."""
+        """Raises: EngineConfigError, from the first start: nobody has relied on the engine yet, and another start
+        cannot help. Later ones are tried again, since something beyond the settings must have changed."""
         try:
             while True:
                 try:
                     await self._start()
                     await self._watch()
-                except EngineConfigError:
-                    raise
-                except EngineError as exc:
+                except (EngineError, EngineConfigError) as exc:
+                    if isinstance(exc, EngineConfigError) and not self.has_started.is_set():
+                        raise
                     self._last_error = str(exc)
                     logger.error("engine %s: %s", self.name, exc)
                 lived_s = time.monotonic() - self._since if self.is_ready else 0.0
