@@ -1,9 +1,9 @@
 """What uvicorn leaves out at the level of connections: a bound on their number, time limits for headers and for unread
 answers, a size limit for headers.
 
-A connection is idle when no request of its is being answered: new ones, those between requests, and those whose headers
-trickle in. When a connection comes that is one too many, the longest idle one makes room, so that idle connections keep
-nobody out, however many there are.
+A connection is idle while no whole request of its waits for an answer: new ones, those between requests, and those
+whose headers or body trickle in. When a connection comes that is one too many, the longest idle one makes room, so that
+idle connections keep nobody out, however many there are.
 """
 
 import asyncio
@@ -135,8 +135,11 @@ class Connection(HttpToolsProtocol):
                 return
         self._in_headers = False
         self._stop_header_timer()
-        self._registry.note_busy(self)
         super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        self._registry.note_busy(self)
+        super().on_message_complete()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()

@@ -54,6 +54,7 @@ class EventStream(EventSourceResponse):
         ping_s: float,
     ) -> None:
         super().__init__(events, headers=headers, ping=ping_s, sep=SEPARATOR)
+        del self.headers["connection"]  # that is the server's to say, and it may have to say "close"
         self._first = first
         self._events = events
         self._end = end

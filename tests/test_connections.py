@@ -40,12 +40,14 @@ async def test_headers_that_trickle_in_get_408_and_silence_is_closed() -> None:
 
 
 async def test_1000_connections_that_trickle_or_say_nothing_keep_nobody_out() -> None:
-    async with serving(server={"max_connections": 500, "header_timeout_s": 30}) as client:
+    async with serving(server={"max_connections": 500, "header_timeout_s": 30, "body_timeout_s": 30}) as client:
         slow = []
         for number in range(1000):
             _, writer = await client.connect()
-            if number % 2:
+            if number % 3 == 1:
                 writer.write(b"POST /v1/chat/completions HTTP/1.1\r\nx-slow: a")
+            if number % 3 == 2:
+                writer.write(b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 999\r\n\r\n{")
             slow.append(writer)
         async with httpx.AsyncClient(base_url=client.gateway.server.url) as http:
             for _ in range(20):

@@ -20,6 +20,7 @@ async def test_every_token_leaves_as_one_event_as_soon_as_it_comes() -> None:
             assert response.headers["content-type"].startswith("text/event-stream")
             assert response.headers["cache-control"] == "no-store"
             assert response.headers["x-accel-buffering"] == "no"
+            assert "connection" not in response.headers
             lines = response.aiter_lines()
             for token in ("One", " two", " three."):
                 event = json.loads((await anext(lines)).removeprefix("data: "))
