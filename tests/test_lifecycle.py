@@ -191,8 +191,9 @@ async def test_production_logs_are_json_and_never_hold_prompts_answers_or_creden
     accesses = [line for line in lines if line["logger"] == "headrace.access" and line["path"].startswith("/v1")]
     assert len(accesses) == 7
     assert {line["request_id"] for line in accesses} == {"seen-1"}
-    failed, cut = accesses[:2]
-    assert (failed["status"], failed["outcome"], failed["error"]) == (502, "error", "engine_error")
-    assert (cut["status"], cut["outcome"], cut["stream"]) == (200, "error", True)
+    cut = next(line for line in accesses if "stream" in line)
+    failed = next(line for line in accesses if line["outcome"] == "error" and line is not cut)
+    assert (failed["status"], failed["error"]) == (502, "engine_error")
+    assert (cut["status"], cut["outcome"], cut["error"]) == (200, "error", "engine_error")
     assert cut["ttft_ms"] <= cut["duration_ms"]
-    assert {line["outcome"] for line in accesses[2:]} == {"refused"}
+    assert [line["outcome"] for line in accesses].count("refused") == 5
