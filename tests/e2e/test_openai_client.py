@@ -107,7 +107,7 @@ def test_tool_call_guided_by_its_schema(client: OpenAI) -> None:
     assert set(arguments) == {"city", "unit"}
     assert arguments["unit"] in ("C", "F")
     deltas = [
-        piece.function.arguments
+        piece.function.arguments or ""
         for chunk in client.chat.completions.create(**options, max_tokens=100, stream=True)
         for piece in (chunk.choices[0].delta.tool_calls or [])
     ]
