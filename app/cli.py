@@ -28,13 +28,13 @@ EXAMPLE = """
 Headrace is ready at {url} with the model {model}.
 
   curl -N {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{{
-    "model": "{model}", "stream": true,
+    "model": "{model}", "temperature": 0, "stream": true,
     "messages": [{{"role": "user", "content": "What is the capital of France?"}}]}}'
 
   from openai import OpenAI
   client = OpenAI(base_url="{url}/v1", api_key="none")
   question = [{{"role": "user", "content": "What is the capital of France?"}}]
-  for chunk in client.chat.completions.create(model="{model}", messages=question, stream=True):
+  for chunk in client.chat.completions.create(model="{model}", messages=question, temperature=0, stream=True):
       print(chunk.choices[0].delta.content or "", end="", flush=True)
 
 Ctrl-C stops it.
