@@ -35,6 +35,7 @@ class Server(uvicorn.Server):
                 log_config=None,
                 access_log=False,
                 server_header=False,
+                proxy_headers=False,  # nothing here looks at the client's address
                 timeout_keep_alive=settings.keep_alive_s,  # type: ignore[arg-type]
                 timeout_graceful_shutdown=2,
                 ssl_certfile=settings.tls_cert_file,
