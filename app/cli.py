@@ -120,7 +120,7 @@ def check_config(arguments: argparse.Namespace) -> int:
     settings = load_settings(arguments.config, arguments.preset)
     for pool in settings.pools:
         if pool.vllm is not None:
-            from .engines.embedded import parse_options
+            from .engines.vllm_options import parse_options
 
             parse_options(pool.vllm, [pool.model_name])
     print("The settings are good.")

@@ -6,7 +6,8 @@ import re
 
 import pytest
 
-from app.engines.embedded import BUILTIN_DEFAULTS, CONTRACT, RESERVED, SERVING, VLLM_SERIES
+from app.engines.embedded import CONTRACT, SERVING
+from app.engines.vllm_options import BUILTIN_DEFAULTS, RESERVED, VLLM_SERIES
 
 # Importing vLLM takes a while, and PyTorch warns of itself.
 pytestmark = [pytest.mark.e2e, pytest.mark.filterwarnings("ignore")]
@@ -18,10 +19,10 @@ def find(name: str) -> object:
     try:
         found: object = importlib.import_module(module)
     except ImportError as exc:
-        pytest.fail(f"vLLM has no module {module} any more ({exc}); app/engines/embedded.py uses it")
+        pytest.fail(f"vLLM has no module {module} any more ({exc}); app/engines uses it")
     for part in path.split("."):
         if not hasattr(found, part) and part not in getattr(found, "__dataclass_fields__", {}):
-            pytest.fail(f"vLLM's {module} has no {path} any more; app/engines/embedded.py uses it")
+            pytest.fail(f"vLLM's {module} has no {path} any more; app/engines uses it")
         found = getattr(found, part, None)
     return found
 
