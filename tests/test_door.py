@@ -44,6 +44,8 @@ def error_of(response) -> dict:
         (b'{"model": "demo", "messages": [{}], "n": 0}', "invalid_request"),
         (b'{"model": "demo", "messages": [{}], "n": true}', "invalid_request"),
         (b'{"model": "demo", "messages": [{}], "max_tokens": -1}', "invalid_request"),
+        (b'{"model": "demo", "messages": [{}], "stop": 5}', "invalid_request"),
+        (b'{"model": "demo", "messages": [{}], "stop": [5]}', "invalid_request"),
     ],
 )
 async def test_bad_body_gets_400_in_openai_form(client: Client, body: bytes, code: str) -> None:
@@ -55,7 +57,7 @@ async def test_bad_body_gets_400_in_openai_form(client: Client, body: bytes, cod
 
 
 async def test_bad_prompts_get_400_and_all_forms_of_prompt_are_taken(client: Client) -> None:
-    for prompt in ([], 3, [[1], "x", 3], None, {"text": "x"}):
+    for prompt in ([], 3, [[1], "x", 3], None, {"text": "x"}, [["x"]], [[]], [[{}]]):
         response = await client.post({"model": "demo", "prompt": prompt}, "/v1/completions")
         assert (response.status_code, error_of(response)["param"]) == (400, "prompt"), prompt
     for prompt, choices in (("x", 1), (["x", "y"], 2), ([1, 2, 3], 1), ([[1], [2, 3]], 2)):

@@ -214,11 +214,15 @@ def prompts_of(field: str, value: Any) -> list[Any]:
         if not isinstance(value, list) or not all(isinstance(message, dict) for message in value):
             raise RequestRejected("`messages` must be a list of objects.", field)
         return [value]
-    if isinstance(value, str) or (isinstance(value, list) and all(isinstance(item, int) for item in value)):
+    if isinstance(value, str) or is_token_ids(value):
         return [value]
-    if isinstance(value, list) and all(isinstance(item, str | list) for item in value):
+    if isinstance(value, list) and all(isinstance(item, str) or is_token_ids(item) for item in value):
         return value
     raise RequestRejected("`prompt` must be text, token ids, or a list of those.", field)
+
+
+def is_token_ids(value: Any) -> bool:
+    return isinstance(value, list) and len(value) > 0 and all(isinstance(item, int) for item in value)
 
 
 def words(prompt: Any) -> int:
@@ -235,7 +239,10 @@ def words(prompt: Any) -> int:
 
 
 def cut_at_stop(text: str, stop: Any) -> tuple[str, str]:
+    """The text up to the first stop string, and the finish reason. Raises: RequestRejected."""
     stops = [stop] if isinstance(stop, str) else stop or []
+    if not isinstance(stops, list) or not all(isinstance(item, str) for item in stops):
+        raise RequestRejected("`stop` must be text, or a list of texts.", "stop")
     ends = [text.find(item) for item in stops if item and item in text]
     return (text[: min(ends)] if ends else text), "stop"
 
