@@ -244,7 +244,14 @@ class EmbeddedEngine:
         # A request id of the caller's own could clash with another's inside the engine.
         body = {key: value for key, value in call.body.items() if key != "request_id"} | {"model": self._names[0]}
         try:
-            response = await method(request_class.model_validate(body), None)
+            request = request_class.model_validate(body)
+        except (AttributeError, LookupError) as exc:
+            # vLLM has validators that look into a field before its type was checked.
+            raise RequestRejected("A field of the request has a wrong type.") from exc
+        except Exception as exc:
+            raise self._translated(exc, call) from exc
+        try:
+            response = await method(request, None)
         except Exception as exc:
             raise self._translated(exc, call) from exc
         if type(response).__name__ == "ErrorResponse":

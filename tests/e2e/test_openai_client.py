@@ -234,6 +234,7 @@ def test_caller_who_leaves_before_the_first_token_is_noticed(gateway: Process) -
         ({"messages": QUESTION, "stop": 5}, "invalid_request", None),
         ({"messages": QUESTION, "logit_bias": {"x": 1}}, "invalid_request", None),
         ({"messages": QUESTION, "tools": [{}]}, "invalid_request", None),
+        ({"messages": QUESTION, "structured_outputs": 1}, "invalid_request", None),
         ({"messages": QUESTION, "response_format": {"type": "x"}}, "invalid_request", None),
         (
             {
