@@ -3,6 +3,7 @@
 import argparse
 import asyncio
 import logging
+import re
 import signal
 import sys
 from collections.abc import Callable
@@ -10,13 +11,17 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
+import tomli_w
 import uvloop
 
+from auth.api_keys import new_key
 from routing.errors import EngineConfigError
 
 from . import __version__
 from .builtin_model import FetchError, fetch
 from .logs import configure_logging
+from .security import SCOPES, digest_of, make_keys, prepare_development_secret
+from .security import create_token as sign_token
 from .settings import Settings, SettingsError, dump_settings, load_settings
 
 if TYPE_CHECKING:
@@ -27,18 +32,24 @@ logger = logging.getLogger("headrace")
 EXAMPLE = """
 Headrace is ready at {url} with the model {model}.
 
-  curl -N {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{{
+  export HEADRACE_TOKEN={token}
+
+  curl -N {url}/v1/chat/completions -H "Authorization: Bearer $HEADRACE_TOKEN" \\
+    -H 'Content-Type: application/json' -d '{{
     "model": "{model}", "temperature": 0, "stream": true,
     "messages": [{{"role": "user", "content": "What is the capital of France?"}}]}}'
 
   from openai import OpenAI
-  client = OpenAI(base_url="{url}/v1", api_key="none")
+  client = OpenAI(base_url="{url}/v1", api_key="{token}")
   question = [{{"role": "user", "content": "What is the capital of France?"}}]
   for chunk in client.chat.completions.create(model="{model}", messages=question, temperature=0, stream=True):
       print(chunk.choices[0].delta.content or "", end="", flush=True)
 
-Ctrl-C stops it.
+The token is good for {days} days; `headrace token create --preset development` makes others. Ctrl-C stops it.
 """
+
+
+DEVELOPMENT_TTL_S = 30 * 86400
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -73,9 +84,34 @@ def parser() -> argparse.ArgumentParser:
     config = commands.add_parser("config", help="look at the settings").add_subparsers(required=True, metavar="WHAT")
     add(config, "check", "check the settings, vLLM's options included").set_defaults(command=check_config)
     add(config, "show", "print the settings in force, secrets masked").set_defaults(command=show_config)
+    token = commands.add_parser("token", help="tokens for callers").add_subparsers(required=True, metavar="WHAT")
+    create = add(token, "create", "sign a token with the configured secret, and print it")
+    create.set_defaults(command=create_token)
+    _add_principal(create)
+    create.add_argument("--ttl", type=_seconds, default=3600, help="how long it is good: 90s, 15m, 12h, 30d (1h)")
+    key = commands.add_parser("key", help="API keys for callers").add_subparsers(required=True, metavar="WHAT")
+    create = key.add_parser("create", help="make an API key, print it once, and what to configure for it")
+    create.set_defaults(command=create_key)
+    _add_principal(create)
     model = commands.add_parser("model", help="the built-in model").add_subparsers(required=True, metavar="WHAT")
     add(model, "fetch", "prepare the built-in model in the cache folder").set_defaults(command=fetch_model)
     return top
+
+
+def _add_principal(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--subject", required=True, help="who calls with it")
+    command.add_argument("--tenant", help="on whose behalf (the subject's own)")
+    command.add_argument("--scope", action="append", choices=sorted(SCOPES), help="what for; repeatable (inference)")
+    command.add_argument("--model", action="append", help="a model's name or glob; repeatable (all)")
+    command.add_argument("--tier", help="the name of one of limits.tiers")
+    command.add_argument("--priority", type=int, help="the greater goes first")
+
+
+def _seconds(text: str) -> int:
+    match = re.fullmatch(r"([1-9][0-9]*)([smhd]?)", text)
+    if match is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a time such as 90s, 15m, 12h, or 30d")
+    return int(match[1]) * {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}[match[2]]
 
 
 def serve(arguments: argparse.Namespace) -> int:
@@ -83,8 +119,9 @@ def serve(arguments: argparse.Namespace) -> int:
     _configure_logging(settings)
     from .gateway import Gateway  # the other commands do without, and are quicker for it
 
-    if settings.server.host not in ("127.0.0.1", "::1", "localhost"):
-        logger.warning("there is no authentication: who reaches %s may use the engines", settings.server.host)
+    prepare_development_secret(settings)
+    if settings.auth.mode == "off":
+        logger.warning("authentication is off: who reaches %s may use the engines", settings.server.host)
 
     async def run() -> None:
         gateway = Gateway(settings)
@@ -113,7 +150,16 @@ async def _guide(gateway: "Gateway", settings: Settings) -> None:
         return_when=asyncio.FIRST_COMPLETED,
     )
     if settings.preset == "development":
-        print(EXAMPLE.format(url=url, model=settings.offered_models()[0].name), flush=True)
+        token = _example_token(settings)
+        model = settings.offered_models()[0].name
+        print(EXAMPLE.format(url=url, model=model, token=token, days=DEVELOPMENT_TTL_S // 86400), flush=True)
+
+
+def _example_token(settings: Settings) -> str:
+    try:
+        return sign_token(settings, subject="developer", ttl_s=DEVELOPMENT_TTL_S)
+    except SettingsError:
+        return "none" if settings.auth.mode == "off" else "YOUR-TOKEN"
 
 
 def check_config(arguments: argparse.Namespace) -> int:
@@ -123,12 +169,46 @@ def check_config(arguments: argparse.Namespace) -> int:
             from .engines.vllm_options import parse_options
 
             parse_options(pool.vllm, [pool.model_name])
+    make_keys(settings.auth)
     print("The settings are good.")
     return 0
 
 
 def show_config(arguments: argparse.Namespace) -> int:
     print(dump_settings(load_settings(arguments.config, arguments.preset)), end="")
+    return 0
+
+
+def create_token(arguments: argparse.Namespace) -> int:
+    settings = load_settings(arguments.config, arguments.preset)
+    prepare_development_secret(settings)
+    token = sign_token(
+        settings,
+        arguments.subject,
+        tenant=arguments.tenant,
+        scopes=arguments.scope or ["inference"],
+        models=arguments.model or [],
+        ttl_s=arguments.ttl,
+        tier=arguments.tier,
+        priority=arguments.priority,
+    )
+    print(token)
+    return 0
+
+
+def create_key(arguments: argparse.Namespace) -> int:
+    key = new_key()
+    entry = {
+        "sha256": digest_of(key),
+        "subject": arguments.subject,
+        "tenant": arguments.tenant,
+        "scopes": arguments.scope or ["inference"],
+        "models": arguments.model,
+        "tier": arguments.tier,
+        "priority": arguments.priority,
+    }
+    print(f"# The key, shown this once: {key}\n# For headrace.toml:")
+    print(tomli_w.dumps({"auth": {"api_keys": [{name: value for name, value in entry.items() if value is not None}]}}))
     return 0
 
 

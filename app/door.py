@@ -5,17 +5,15 @@ docs/architecture.md for what that is worth.
 """
 
 import asyncio
-import contextlib
-import gzip
 import logging
-import re
-import uuid
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 import orjson
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
+from auth.errors import LimitExceeded
+from auth.plan import tightest
 from routing.engine import Event
 
 from .errors import (
@@ -30,6 +28,7 @@ from .errors import (
     describe,
     is_known,
 )
+from .exchange import Exchange, accepts_gzip, limit_headers
 from .lifecycle import Lifecycle
 from .logs import Access
 from .metrics import Metrics
@@ -39,11 +38,6 @@ from .sse import EventStream, close, encode, first_event
 
 logger = logging.getLogger("headrace")
 
-REQUEST_ID = re.compile(rb"[A-Za-z0-9._~:/+=-]{1,128}")
-JSON = (b"content-type", b"application/json")
-MIN_GZIP_BYTES = 1024
-GZIP_IN_THREAD_BYTES = 65536  # above it, compressing takes longer than handing it to a thread
-LINGER_S = 2.0
 MAX_DEPTH = 100  # of a body; tool schemas stay far below it
 
 T = TypeVar("T")
@@ -77,7 +71,7 @@ class Door:
         operation = OPERATIONS.get(scope["path"])
         try:
             if operation is None:
-                scope["state"]["request_id"] = exchange.access.request_id
+                scope["state"]["access"] = exchange.access
                 await self._app(scope, receive, exchange.send)
             else:
                 await self._operate(operation, exchange, headers, receive)
@@ -95,21 +89,24 @@ class Door:
                 self._metrics.record(access, access.duration_s)
 
     async def _operate(
-        self, operation: Operation, exchange: "Exchange", headers: dict[bytes, bytes], receive: Receive
+        self, operation: Operation, exchange: Exchange, headers: dict[bytes, bytes], receive: Receive
     ) -> None:
         access = exchange.access
         access.operation = operation.name
         if access.method != "POST":
             raise MethodNotAllowed(access.method, "POST")
         with self._lifecycle.running() as end:
-            self._check_head(headers)
-            body = await self._read_body(receive)
-            ready = self._pipeline.prepare(operation, parse(body), access)
-            if ready.stream:
-                await self._stream(ready, exchange, receive, end)
-            else:
-                answer = await until_gone(self._pipeline.answer(ready), receive, end)
-                await exchange.reply(200, answer.body, gzip_allowed=accepts_gzip(headers.get(b"accept-encoding", b"")))
+            async with self._pipeline.admit(operation, headers.get(b"authorization"), access) as caller:
+                exchange.admission = caller.admission
+                self._check_head(headers)
+                body = await self._read_body(receive)
+                ready = self._pipeline.prepare(operation, parse(body), caller, access)
+                if ready.stream:
+                    await self._stream(ready, exchange, receive, end)
+                else:
+                    answer = await until_gone(self._pipeline.answer(ready), receive, end)
+                    gzip_allowed = accepts_gzip(headers.get(b"accept-encoding", b""))
+                    await exchange.reply(200, answer.body, gzip_allowed=gzip_allowed)
 
     def _check_head(self, headers: dict[bytes, bytes]) -> None:
         """What can be refused before a byte of the body is read."""
@@ -141,7 +138,7 @@ class Door:
             if not message.get("more_body", False):
                 return parts[0] if len(parts) == 1 else b"".join(parts)
 
-    async def _stream(self, ready: Ready, exchange: "Exchange", receive: Receive, end: "asyncio.Future[None]") -> None:
+    async def _stream(self, ready: Ready, exchange: Exchange, receive: Receive, end: "asyncio.Future[None]") -> None:
         events = self._pipeline.stream(ready)
         first = asyncio.create_task(first_event(events))
         try:
@@ -158,18 +155,20 @@ class Door:
             events,
             end,
             encode_error=lambda exc: encode(Event(self._failure(exc, access).body(access.request_id))),
-            headers=exchange.own_headers(),
+            headers={name.decode(): value.decode() for name, value in exchange.own_headers()},
             ping_s=self._ping_s,
         )
         await response(exchange.scope, receive, exchange.send)
         if isinstance(response.error, ClientGone):
             raise response.error
 
-    async def _refuse(self, exchange: "Exchange", exc: Exception, receive: Receive) -> None:
+    async def _refuse(self, exchange: Exchange, exc: Exception, receive: Receive) -> None:
         failure = self._failure(exc, exchange.access)
         if exchange.access.status is not None:
             return  # the answer has begun; uvicorn closes the connection of one that was not finished
         headers = failure.headers()
+        if isinstance(exc, LimitExceeded):
+            headers += limit_headers(tightest(exc.standings))
         if isinstance(exc, RequestTooLarge | RequestTimeout | ShuttingDown):
             headers.append((b"connection", b"close"))
         body = failure.body(exchange.access.request_id)
@@ -179,66 +178,11 @@ class Door:
     def _failure(self, exc: BaseException, access: Access) -> Failure:
         failure = describe(exc)
         access.error = failure.code
+        access.reason = getattr(exc, "reason", None)
         access.outcome = "error" if failure.status >= 500 else "refused"
         if not is_known(exc):
             logger.error("request %s failed", access.request_id, exc_info=exc)
         return failure
-
-
-class Exchange:
-    """One request and its answer: what has been sent, and what will stand in the log."""
-
-    def __init__(self, scope: Scope, headers: dict[bytes, bytes], send: Send) -> None:
-        given = headers.get(b"x-request-id", b"")
-        request_id = given.decode() if REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
-        self.scope = scope
-        self.access = Access(request_id, scope["method"], scope["path"][:200])
-        self._send = send
-
-    def own_headers(self) -> dict[str, str]:
-        return {"x-request-id": self.access.request_id}
-
-    async def send(self, message: Message) -> None:
-        if message["type"] == "http.response.start":
-            self.access.status = message["status"]
-            if self.access.operation is None:
-                # From FastAPI, which does not know of the id.
-                message["headers"] = [*message["headers"], (b"x-request-id", self.access.request_id.encode())]
-                if message["status"] >= 400:
-                    self.access.outcome = "error" if message["status"] >= 500 else "refused"
-        await self._send(message)
-
-    async def reply(
-        self,
-        status: int,
-        body: bytes,
-        headers: list[tuple[bytes, bytes]] | None = None,
-        gzip_allowed: bool = False,
-        linger: Receive | None = None,
-    ) -> None:
-        """Send a whole JSON answer. With `linger`, read on for a moment before the end: a connection closed with unread
-        bytes is reset, and the reset can overtake the answer (RFC 9112, section 9.6)."""
-        all_headers = [JSON, (b"x-request-id", self.access.request_id.encode()), *(headers or [])]
-        if len(body) > MIN_GZIP_BYTES:
-            all_headers.append((b"vary", b"accept-encoding"))
-            if gzip_allowed:
-                all_headers.append((b"content-encoding", b"gzip"))
-                body = await compress(body)
-        all_headers.append((b"content-length", b"%d" % len(body)))
-        await self.send({"type": "http.response.start", "status": status, "headers": all_headers})
-        if linger is not None:
-            await self.send({"type": "http.response.body", "body": body, "more_body": True})
-            await read_on(linger)
-            body = b""
-        await self.send({"type": "http.response.body", "body": body})
-
-
-async def read_on(receive: Receive) -> None:
-    """Read and forget the rest of a body, for LINGER_S at most."""
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(LINGER_S):
-            while (message := await receive())["type"] != "http.disconnect" and message.get("more_body"):
-                pass
 
 
 def parse(body: bytes) -> Any:
@@ -265,21 +209,6 @@ def depth_exceeds(document: Any, limit: int) -> bool:
         if not level:
             return False
     return True
-
-
-def accepts_gzip(accept_encoding: bytes) -> bool:
-    """RFC 9110, section 12.5.3, for the one coding offered."""
-    weights = {}
-    for item in accept_encoding.lower().split(b","):
-        coding, _, weight = item.partition(b";")
-        weights[coding.strip()] = weight.replace(b" ", b"") not in (b"q=0", b"q=0.0", b"q=0.00", b"q=0.000")
-    return weights.get(b"gzip", weights.get(b"*", False))
-
-
-async def compress(body: bytes) -> bytes:
-    if len(body) > GZIP_IN_THREAD_BYTES:
-        return await asyncio.to_thread(gzip.compress, body, 5)
-    return gzip.compress(body, 5)
 
 
 async def until_gone(work: Coroutine[Any, Any, T], receive: Receive, end: "asyncio.Future[None]") -> T:

@@ -4,14 +4,18 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict
 from datetime import UTC, datetime
-from typing import Any
+from typing import Annotated, Any
 
 import psutil
-from fastapi import FastAPI, Request, Response
+from fastapi import Depends, FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 from starlette.middleware.gzip import GZipMiddleware
 
+from auth.authenticator import Authenticator, Everyone
+from auth.errors import AuthError
+from auth.jwks import KeySet
+from auth.principal import Principal
 from routing.errors import ModelNotFound
 from routing.models import Models
 
@@ -20,38 +24,58 @@ from .engines.supervisor import SupervisedEngine
 from .errors import Failure, MethodNotAllowed, NotFound, describe
 from .lifecycle import Lifecycle
 from .metrics import Metrics
+from .redis_link import RedisLink
 
+OPEN_PATHS = ("/health", "/health/live", "/health/ready", "/metrics")
 STATUS_OF_STATE = {"ready": "ok", "unresponsive": "degraded", "waiting": "down", "stopped": "down"}
 
 
 class Health:
-    """`status` is ok, degraded (some engine is not there, another is), or down."""
+    """`status` is ok, degraded (something is not there that others make up for), or down."""
 
-    def __init__(self, engines: list[SupervisedEngine], lifecycle: Lifecycle, metrics: Metrics) -> None:
+    def __init__(
+        self,
+        engines: list[SupervisedEngine],
+        lifecycle: Lifecycle,
+        metrics: Metrics,
+        redis: RedisLink | None,
+        key_set: KeySet | None,
+    ) -> None:
         self._engines = engines
+        self._redis = redis
+        self._key_set = key_set
         self._lifecycle = lifecycle
         self._metrics = metrics
         self._process = psutil.Process()
 
     @property
     def is_ready(self) -> bool:
-        """Some engine can answer, and the gateway is not on its way out."""
-        return not self._lifecycle.is_draining and any(engine.is_ready for engine in self._engines)
+        """Some engine can answer, somebody can be let in, and the gateway is not on its way out."""
+        can_check_tokens = self._key_set is None or self._key_set.is_ready
+        return can_check_tokens and not self._lifecycle.is_draining and any(engine.is_ready for engine in self._engines)
 
     def body(self) -> dict[str, Any]:
         components = {f"engine:{engine.name}": self._component(engine) for engine in self._engines}
+        engine_states = {component["status"] for component in components.values()}
+        if self._redis is not None:
+            status = self._redis.status()
+            components["redis"] = {"status": "ok" if status.is_up else "down", **asdict(status)}
+        if self._key_set is not None:
+            keys = self._key_set.status()
+            state = "down" if keys.age_s is None else "degraded" if keys.last_error else "ok"
+            components["jwks"] = {"status": state, **asdict(keys)}
         states = {component["status"] for component in components.values()}
         if self._lifecycle.is_draining:
-            status = "draining"
+            overall = "draining"
         elif states == {"ok"}:
-            status = "ok"
+            overall = "ok"
         elif self.is_ready:
-            status = "degraded"
+            overall = "degraded"
         else:
-            status = "starting" if states == {"starting"} else "down"
+            overall = "starting" if engine_states == {"starting"} else "down"
         now = time.time()
         return {
-            "status": status,
+            "status": overall,
             "version": __version__,
             "timestamp": datetime.fromtimestamp(now, UTC).isoformat(timespec="milliseconds"),
             "uptime_seconds": round(now - self._lifecycle.started, 3),
@@ -67,7 +91,27 @@ class Health:
         return {"status": STATUS_OF_STATE.get(status.state, "starting"), **asdict(status)}
 
 
-def add_endpoints(app: FastAPI, models: Models, health: Health, metrics: Metrics, started: int) -> None:
+def add_endpoints(
+    app: FastAPI,
+    models: Models,
+    health: Health,
+    metrics: Metrics,
+    authenticator: Authenticator | Everyone,
+    started: int,
+) -> None:
+    """Add all paths. Those of OPEN_PATHS need no token; every other one asks for a caller with a scope."""
+
+    def caller(scope: str) -> Any:
+        async def find(request: Request) -> Principal:
+            header = request.headers.get("authorization")
+            principal = await authenticator.authenticate(None if header is None else header.encode("latin-1"))
+            access = request.state.access
+            access.tenant, access.subject = principal.tenant, principal.subject
+            principal.check_scope(scope)
+            return principal
+
+        return Depends(find)
+
     @app.get("/health")
     async def overall() -> JSONResponse:
         return JSONResponse(health.body())
@@ -88,11 +132,13 @@ def add_endpoints(app: FastAPI, models: Models, health: Health, metrics: Metrics
         return {"id": name, "object": "model", "created": started, "owned_by": "headrace"}
 
     @app.get("/v1/models")
-    async def list_models() -> JSONResponse:
-        return JSONResponse({"object": "list", "data": [entry(model.name) for model in models]})
+    async def list_models(principal: Annotated[Principal, caller("inference")]) -> JSONResponse:
+        names = [model.name for model in models if principal.may_use(model.name)]
+        return JSONResponse({"object": "list", "data": [entry(name) for name in names]})
 
     @app.get("/v1/models/{name:path}")
-    async def show_model(name: str) -> JSONResponse:
+    async def show_model(name: str, principal: Annotated[Principal, caller("inference")]) -> JSONResponse:
+        principal.check_model(name, exists=name in models)
         return JSONResponse(entry(models.find(name).name))
 
     app.add_middleware(GZipMiddleware, minimum_size=1024)
@@ -104,7 +150,8 @@ def add_error_handlers(app: FastAPI) -> None:
 
     def reply(request: Request, failure: Failure) -> Response:
         headers = {name.decode(): value.decode() for name, value in failure.headers()}
-        body = failure.body(request.state.request_id)
+        request.state.access.error = failure.code
+        body = failure.body(request.state.access.request_id)
         return Response(body, failure.status, headers, media_type="application/json")
 
     def handle(translate: Callable[[Request, Any], Exception]) -> Callable[[Request, Any], Any]:
@@ -119,5 +166,10 @@ def add_error_handlers(app: FastAPI) -> None:
         return NotFound(request.url.path) if exc.status_code == 404 else exc
 
     app.add_exception_handler(HTTPException, handle(of_http))
-    app.add_exception_handler(ModelNotFound, handle(lambda request, exc: exc))
-    app.add_exception_handler(Exception, handle(lambda request, exc: exc))
+
+    def as_it_is(request: Request, exc: Exception) -> Exception:
+        request.state.access.reason = getattr(exc, "reason", None)
+        return exc
+
+    for kind in (ModelNotFound, AuthError, Exception):
+        app.add_exception_handler(kind, handle(as_it_is))

@@ -6,6 +6,16 @@ from datetime import UTC, datetime
 
 import orjson
 
+from auth.errors import (
+    ConcurrencyLimitExceeded,
+    ExpiredToken,
+    InsufficientScope,
+    InvalidToken,
+    KeysUnavailable,
+    MissingToken,
+    ModelNotAllowed,
+    RateLimitExceeded,
+)
 from routing.errors import (
     ContextLengthExceeded,
     EngineDied,
@@ -85,6 +95,7 @@ class Failure:
     param: str | None = None
     retry_after_s: float | None = None
     allowed: str | None = None
+    challenge: str | None = None
 
     def body(self, request_id: str) -> bytes:
         return orjson.dumps(
@@ -101,16 +112,20 @@ class Failure:
         )
 
     def headers(self) -> list[tuple[bytes, bytes]]:
-        headers = []
+        headers: list[tuple[bytes, bytes]] = []
         if self.retry_after_s is not None:
             headers.append((b"retry-after", b"%d" % max(1, round(self.retry_after_s))))
         if self.allowed is not None:
             headers.append((b"allow", self.allowed.encode()))
+        if self.challenge is not None:
+            headers.append((b"www-authenticate", self.challenge.encode()))
         return headers
 
 
 _CALLER = "invalid_request_error"
 _SERVER = "server_error"
+_AUTHENTICATION = "authentication_error"
+_PERMISSION = "permission_error"
 
 # The first row that fits counts, so a subclass stands above its base.
 _TABLE: tuple[tuple[type[Exception], int, str, str], ...] = (
@@ -120,6 +135,14 @@ _TABLE: tuple[tuple[type[Exception], int, str, str], ...] = (
     (RequestTimeout, 408, _CALLER, "request_timeout"),
     (NotFound, 404, _CALLER, "not_found"),
     (MethodNotAllowed, 405, _CALLER, "method_not_allowed"),
+    (MissingToken, 401, _AUTHENTICATION, "missing_token"),
+    (InvalidToken, 401, _AUTHENTICATION, "invalid_token"),
+    (ExpiredToken, 401, _AUTHENTICATION, "expired_token"),
+    (KeysUnavailable, 503, _SERVER, "keys_unavailable"),
+    (InsufficientScope, 403, _PERMISSION, "insufficient_scope"),
+    (ModelNotAllowed, 403, _PERMISSION, "model_not_allowed"),
+    (RateLimitExceeded, 429, "requests", "rate_limit_exceeded"),
+    (ConcurrencyLimitExceeded, 429, "requests", "concurrency_limit_exceeded"),
     (ShuttingDown, 503, _SERVER, "shutting_down"),
     (ModelNotFound, 404, _CALLER, "model_not_found"),
     (ContextLengthExceeded, 400, _CALLER, "context_length_exceeded"),
@@ -137,17 +160,28 @@ def describe(exc: BaseException) -> Failure:
     """Translate an error. What the table does not know says nothing of itself to the caller."""
     for kind, status, type_, code in _TABLE:
         if isinstance(exc, kind):
-            param = "model" if isinstance(exc, ModelNotFound) else getattr(exc, "param", None)
+            param = "model" if isinstance(exc, ModelNotFound | ModelNotAllowed) else getattr(exc, "param", None)
             return Failure(
                 status,
-                type_,
+                exc.kind if isinstance(exc, RateLimitExceeded) else type_,  # as OpenAI has it: requests, tokens
                 code,
                 str(exc),
                 param=param,
                 retry_after_s=getattr(exc, "retry_after_s", None),
                 allowed=getattr(exc, "allowed", None),
+                challenge=_challenge(exc),
             )
     return _INTERNAL
+
+
+def _challenge(exc: BaseException) -> str | None:
+    """RFC 6750, section 3."""
+    realm = 'Bearer realm="headrace"'
+    if isinstance(exc, MissingToken):
+        return realm
+    if isinstance(exc, InvalidToken | ExpiredToken):
+        return f'{realm}, error="invalid_token"'
+    return f'{realm}, error="insufficient_scope", scope="{exc.scope}"' if isinstance(exc, InsufficientScope) else None
 
 
 def is_known(exc: BaseException) -> bool:

@@ -8,19 +8,25 @@ from contextlib import asynccontextmanager
 from fastapi import FastAPI
 from prometheus_fastapi_instrumentator import Instrumentator
 
+from auth.jwks import KeySet
+from auth.limits import Limiter
+from auth.shared_counts import RedisCounts
 from routing.engine import Engine
 from routing.models import Model, Models
 
 from . import __version__
 from .connections import Connections
+from .cors import Cors
 from .door import Door
 from .endpoints import Health, add_endpoints
 from .engines.scripted import Script, ScriptedEngine
 from .engines.supervisor import SupervisedEngine
 from .lifecycle import Lifecycle
 from .logs import logging_config
-from .metrics import Metrics
+from .metrics import Metrics, Parts
 from .pipeline import Pipeline
+from .redis_link import RedisLink
+from .security import make_authenticator, make_keys, make_policy
 from .server import Server, raise_file_limit
 from .settings import BUILTIN_MODEL, PoolSettings, Settings
 
@@ -46,32 +52,55 @@ class Gateway:
             server.header_timeout_s,
             server.send_timeout_s,
         )
-        self.metrics = Metrics()
-        self.metrics.show(supervised, self.connections, lambda: self.lifecycle.active_requests)
-        self.health = Health(supervised, self.lifecycle, self.metrics)
+        keys = make_keys(settings.auth)
+        self._key_set = keys if isinstance(keys, KeySet) else None
+        authenticator = self.authenticator = make_authenticator(settings.auth, keys)
+        budget_s = settings.limits.time_budget_ms / 1000
+        redis = settings.cache.redis
+        self._redis = RedisLink(redis.url, budget_s) if redis.url is not None else None
+        self._counts = RedisCounts(self._redis.pool, self._redis, redis.namespace, budget_s) if self._redis else None
+        limiter = Limiter(make_policy(settings.limits), self._counts)
 
-        inner = FastAPI(title="Headrace", version=__version__, openapi_url=None, lifespan=self._lifespan)
+        self.metrics = Metrics()
+        self.metrics.show(
+            Parts(
+                supervised,
+                self.connections,
+                lambda: self.lifecycle.active_requests,
+                authenticator,
+                limiter,
+                self._redis,
+                self._key_set,
+            )
+        )
+        self.health = Health(supervised, self.lifecycle, self.metrics, self._redis, self._key_set)
+
+        inner = self.inner = FastAPI(title="Headrace", version=__version__, openapi_url=None, lifespan=self._lifespan)
         inner.router.redirect_slashes = False
-        add_endpoints(inner, models, self.health, self.metrics, started=int(time.time()))
+        add_endpoints(inner, models, self.health, self.metrics, authenticator, started=int(time.time()))
         Instrumentator(registry=self.metrics.registry, excluded_handlers=["/metrics"]).instrument(
             inner, metric_namespace="headrace"
         )
         door = Door(
             inner,
-            Pipeline(models, server.max_choices),
+            Pipeline(authenticator, limiter, models, server.max_choices),
             self.lifecycle,
             self.metrics,
             max_body_bytes=server.max_body_bytes,
             body_timeout_s=server.body_timeout_s,
             ping_s=server.ping_s,
         )
-        self.server = Server(door, server, self.lifecycle, self.connections)
+        front = Cors(door, server.cors_origins) if server.cors_origins else door
+        self.server = Server(front, server, self.lifecycle, self.connections)
 
     @asynccontextmanager
     async def _lifespan(self, app: FastAPI) -> AsyncIterator[None]:
         """Engines run from here on; the gateway listens while they start."""
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(self._look_after(engine)) for engine in self.engines.values()]
+            for part in (self._redis, self._counts, self._key_set):
+                if part is not None:
+                    tasks.append(group.create_task(part.run()))
             yield
             for task in tasks:
                 task.cancel()

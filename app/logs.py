@@ -28,10 +28,13 @@ class Access:
     started: float = field(default_factory=time.perf_counter)
     operation: str | None = None
     model: str | None = None
+    tenant: str | None = None
+    subject: str | None = None
     stream: bool = False
     status: int | None = None
     outcome: str = "ok"
     error: str | None = None
+    reason: str | None = None
     first_token: float | None = None
     usage: Usage | None = None
     duration_s: float = 0.0
@@ -56,10 +59,13 @@ class Access:
             "path": self.path,
             "operation": self.operation,
             "model": self.model,
+            "tenant": self.tenant,
+            "subject": self.subject,
             "stream": self.stream or None,
             "status": self.status,
             "outcome": self.outcome,
             "error": self.error,
+            "reason": self.reason,
             "ttft_ms": None if ttft_s is None else round(ttft_s * 1000, 2),
             "duration_ms": round(self.duration_s * 1000, 2),
             "prompt_tokens": self.usage and self.usage.prompt_tokens,

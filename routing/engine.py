@@ -1,8 +1,26 @@
 """The engine as its consumers see it: an OpenAI-shaped request in, a whole document or a sequence of events out."""
 
 from collections.abc import AsyncGenerator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Tokens of one answer. `cached_tokens` (of the prompt, found in the engine's KV cache) is None when not told."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int | None = None
+
+
+@dataclass(slots=True)
+class Tally:
+    """Tokens that the engine has worked on for a call so far; it counts them itself, so that a call that is cut short
+    can be charged."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,15 +31,7 @@ class Call:
     model: str
     body: dict[str, Any]
     request_id: str
-
-
-@dataclass(frozen=True, slots=True)
-class Usage:
-    """Tokens of one answer. `cached_tokens` (of the prompt, found in the engine's KV cache) is None when not told."""
-
-    prompt_tokens: int
-    completion_tokens: int
-    cached_tokens: int | None = None
+    tally: Tally = field(default_factory=Tally)
 
 
 class Answer(NamedTuple):

@@ -23,6 +23,9 @@ class Models:
     def __iter__(self) -> Iterator[Model]:
         return iter(self._models.values())
 
+    def __contains__(self, name: object) -> bool:
+        return name in self._models
+
     def find(self, name: str) -> Model:
         """Raises: ModelNotFound."""
         try:

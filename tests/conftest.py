@@ -26,6 +26,7 @@ def make_settings(server: dict[str, Any] | None = None, **more: Any) -> Settings
     return Settings.model_validate(
         {
             "server": {"port": 0, "drain": {"settle_s": 0, "drain_s": 5}, **(server or {})},
+            "auth": {"mode": "off"},
             "pools": [{"name": "demo", "engine": "scripted"}],
             **more,
         }

@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from app.door import accepts_gzip
 from app.engines.scripted import Script
+from app.exchange import accepts_gzip
 
 from .conftest import CHAT, Client, serving
 

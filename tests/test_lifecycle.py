@@ -87,6 +87,8 @@ preset = "development"
 [server]
 port = {port}
 drain = {{ settle_s = {settle_s}, drain_s = 10 }}
+[auth]
+mode = "off"
 [[pools]]
 name = "demo"
 engine = "scripted"
@@ -165,7 +167,7 @@ async def test_production_logs_are_json_and_never_hold_prompts_answers_or_creden
     config = tmp_path / "headrace.toml"
     config.write_text(
         'preset = "production"\n[monitoring]\nlog_level = "debug"\n[server]\nport = 0\n'
-        'drain = {settle_s = 0, drain_s = 1}\n[[pools]]\nname = "demo"\nengine = "scripted"\n'
+        'drain = {settle_s = 0, drain_s = 1}\n[auth]\nmode = "off"\n[[pools]]\nname = "demo"\nengine = "scripted"\n'
         f'scripted = {{text = "{secrets["answer"]} two three", error_after = 2}}\n'
     )
     command = [sys.executable, "-m", "app", "serve", "--config", str(config)]

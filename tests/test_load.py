@@ -21,6 +21,8 @@ drain = { settle_s = 0, drain_s = 1 }
 [monitoring]
 log_format = "console"
 log_level = "warning"
+[auth]
+mode = "off"
 [[pools]]
 name = "demo"
 engine = "scripted"

@@ -13,7 +13,7 @@ POOL = '[[pools]]\nname = "demo"\nengine = "scripted"\n'
 def load(tmp_path: Path, text: str, preset: str | None = None, **env: str) -> Settings:
     file = tmp_path / "headrace.toml"
     file.write_text(text)
-    return load_settings(file, preset, env)
+    return load_settings(file, preset, {"HEADRACE__AUTH__MODE": "off", **env})
 
 
 def test_environment_wins_over_file_and_file_over_preset(tmp_path: Path) -> None:
@@ -86,7 +86,7 @@ def test_settings_that_are_shown_can_be_loaded_and_hide_secrets(tmp_path: Path) 
 
 def test_commands_check_and_show(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "headrace.toml"
-    file.write_text(POOL)
+    file.write_text('[auth]\nmode = "off"\n' + POOL)
     assert main(["config", "check", "--config", str(file)]) == 0
     assert "good" in capsys.readouterr().out
     assert main(["config", "show", "--config", str(file)]) == 0

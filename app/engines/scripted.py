@@ -129,6 +129,7 @@ class ScriptedEngine:
                 f"The model's context is {self._max_model_len} tokens; the prompt has {reply.usage.prompt_tokens}.",
                 call_input(call)[0],
             )
+        reply.tally.prompt_tokens = reply.usage.prompt_tokens
         return reply
 
     @contextmanager
@@ -149,6 +150,7 @@ class ScriptedEngine:
                 if script.gate is not None:
                     await script.gate.pass_through()
                 self._fail_if_told(script, sent)
+                reply.tally.completion_tokens += 1
                 yield choice, token
                 sent += 1
             if script.token_s and position + 1 < len(reply.tokens):
@@ -170,6 +172,7 @@ class Reply:
     def __init__(self, call: Call, script: Script) -> None:
         body = call.body
         self.script = script
+        self.tally = call.tally
         self._call = call
         self._id = uuid.uuid4().hex
         self._created = int(time.time())

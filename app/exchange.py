@@ -1,0 +1,108 @@
+"""One request and its answer: what is sent, and what will stand in the log."""
+
+import asyncio
+import contextlib
+import gzip
+import math
+import re
+import uuid
+
+from starlette.types import Message, Receive, Scope, Send
+
+from auth.limits import Admission
+from auth.plan import Standing
+
+from .logs import Access
+
+REQUEST_ID = re.compile(rb"[A-Za-z0-9._~:/+=-]{1,128}")
+JSON = (b"content-type", b"application/json")
+MIN_GZIP_BYTES = 1024
+GZIP_IN_THREAD_BYTES = 65536  # above it, compressing takes longer than handing it to a thread
+LINGER_S = 2.0
+
+
+class Exchange:
+    """One request and its answer: what has been sent, and what will stand in the log."""
+
+    def __init__(self, scope: Scope, headers: dict[bytes, bytes], send: Send) -> None:
+        given = headers.get(b"x-request-id", b"")
+        request_id = given.decode() if REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+        self.scope = scope
+        self.access = Access(request_id, scope["method"], scope["path"][:200])
+        self.admission: Admission | None = None
+        self._send = send
+
+    def own_headers(self) -> list[tuple[bytes, bytes]]:
+        """Those of every answer: the request's id, and how the caller's limits stand."""
+        headers = [(b"x-request-id", self.access.request_id.encode())]
+        return headers if self.admission is None else headers + limit_headers(self.admission.tightest())
+
+    async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.access.status = message["status"]
+            if self.access.operation is None:
+                # From FastAPI, which does not know of the id.
+                message["headers"] = [*message["headers"], (b"x-request-id", self.access.request_id.encode())]
+                if message["status"] >= 400:
+                    self.access.outcome = "error" if message["status"] >= 500 else "refused"
+        await self._send(message)
+
+    async def reply(
+        self,
+        status: int,
+        body: bytes,
+        headers: list[tuple[bytes, bytes]] | None = None,
+        gzip_allowed: bool = False,
+        linger: Receive | None = None,
+    ) -> None:
+        """Send a whole JSON answer. With `linger`, read on for a moment before the end: a connection closed with unread
+        bytes is reset, and the reset can overtake the answer (RFC 9112, section 9.6)."""
+        all_headers = [JSON, *self.own_headers(), *(headers or [])]
+        if len(body) > MIN_GZIP_BYTES:
+            all_headers.append((b"vary", b"accept-encoding"))
+            if gzip_allowed:
+                all_headers.append((b"content-encoding", b"gzip"))
+                body = await compress(body)
+        all_headers.append((b"content-length", b"%d" % len(body)))
+        await self.send({"type": "http.response.start", "status": status, "headers": all_headers})
+        if linger is not None:
+            await self.send({"type": "http.response.body", "body": body, "more_body": True})
+            await read_on(linger)
+            body = b""
+        await self.send({"type": "http.response.body", "body": body})
+
+
+async def read_on(receive: Receive) -> None:
+    """Read and forget the rest of a body, for LINGER_S at most."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(LINGER_S):
+            while (message := await receive())["type"] != "http.disconnect" and message.get("more_body"):
+                pass
+
+
+def limit_headers(standings: list[Standing]) -> list[tuple[bytes, bytes]]:
+    """In OpenAI's form: what a minute allows, what is left of it, and when it ends."""
+    headers = []
+    for standing in standings:
+        kind = standing.window.kind.encode()
+        headers += [
+            (b"x-ratelimit-limit-" + kind, b"%d" % standing.window.limit),
+            (b"x-ratelimit-remaining-" + kind, b"%d" % standing.remaining),
+            (b"x-ratelimit-reset-" + kind, b"%ds" % math.ceil(standing.reset_s)),
+        ]
+    return headers
+
+
+def accepts_gzip(accept_encoding: bytes) -> bool:
+    """RFC 9110, section 12.5.3, for the one coding offered."""
+    weights = {}
+    for item in accept_encoding.lower().split(b","):
+        coding, _, weight = item.partition(b";")
+        weights[coding.strip()] = weight.replace(b" ", b"") not in (b"q=0", b"q=0.0", b"q=0.00", b"q=0.000")
+    return weights.get(b"gzip", weights.get(b"*", False))
+
+
+async def compress(body: bytes) -> bytes:
+    if len(body) > GZIP_IN_THREAD_BYTES:
+        return await asyncio.to_thread(gzip.compress, body, 5)
+    return gzip.compress(body, 5)

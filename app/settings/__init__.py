@@ -1,0 +1,25 @@
+"""The settings tree: preset, then file, then environment. Read once, and the only reader of the environment."""
+
+from .auth import ApiKeySettings, AuthSettings, JwtSettings, LimitSettings, QuotaSettings
+from .loading import SettingsError, dump_settings, load_settings
+from .section import Section
+from .server import ServerSettings
+from .tree import BUILTIN_MODEL, BUILTIN_MODEL_NAME, PoolSettings, Settings, default_cache_dir
+
+__all__ = [
+    "BUILTIN_MODEL",
+    "BUILTIN_MODEL_NAME",
+    "ApiKeySettings",
+    "AuthSettings",
+    "JwtSettings",
+    "LimitSettings",
+    "PoolSettings",
+    "QuotaSettings",
+    "Section",
+    "ServerSettings",
+    "Settings",
+    "SettingsError",
+    "default_cache_dir",
+    "dump_settings",
+    "load_settings",
+]

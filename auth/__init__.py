@@ -1,0 +1,1 @@
+"""Who is calling, what they may use, and how much of it."""

@@ -1,0 +1,208 @@
+"""What all replicas have let through, counted in Redis.
+
+The windows are the fixed windows of limits (a counter that expires, begun by its first hit), under the same keys, so
+that limits' own Redis storage can read them. That one takes a round trip for each hit, count, and expiry, though, and
+cannot take all or nothing; so here a request's windows and slots are taken by one script, and settled by another.
+
+A slot is a lease: a member of a sorted set, scored by when it ends. It is renewed while its request runs, so that the
+slots of a replica that was killed come back by themselves.
+"""
+
+import asyncio
+import time
+from typing import Any, NamedTuple, Protocol
+
+from redis.asyncio import ConnectionPool, Redis
+from redis.exceptions import RedisError
+
+from .plan import Plan, Slots, Standing, Verdict, Window
+
+LEASE_S = 60.0
+RETURN_S = 1.0  # how often leases are given back that could not be at once
+
+# KEYS: windows, then slots. ARGV: the window's length in ms, the lease, its length in ms, the number of windows; then a
+# limit for each key, and for each window what the request counts in it (0: only look).
+# Answers: 1 if everything was taken, else 0; the place of the first full slots, else 0; count and ms left a window.
+TAKE = """
+local window_ms, lease, lease_ms, windows = tonumber(ARGV[1]), ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4])
+local clock = redis.call('TIME')
+local now = clock[1] * 1000 + math.floor(clock[2] / 1000)
+local answer, room, full = {1, 0}, true, 0
+for i = 1, windows do
+  local count = tonumber(redis.call('GET', KEYS[i]) or 0)
+  local left = redis.call('PTTL', KEYS[i])
+  room = room and count < tonumber(ARGV[4 + i])
+  answer[1 + 2 * i], answer[2 + 2 * i] = count, left < 0 and window_ms or left
+end
+for i = windows + 1, #KEYS do
+  redis.call('ZREMRANGEBYSCORE', KEYS[i], '-inf', now)
+  if full == 0 and redis.call('ZCARD', KEYS[i]) >= tonumber(ARGV[4 + i]) then full = i - windows end
+end
+if full > 0 or not room then
+  answer[1], answer[2] = 0, full
+  return answer
+end
+for i = 1, windows do
+  local cost = tonumber(ARGV[4 + #KEYS + i])
+  if cost > 0 then
+    answer[1 + 2 * i] = redis.call('INCRBY', KEYS[i], cost)
+    if redis.call('PTTL', KEYS[i]) < 0 then redis.call('PEXPIRE', KEYS[i], window_ms) end
+  end
+end
+for i = windows + 1, #KEYS do
+  redis.call('ZADD', KEYS[i], now + lease_ms, lease)
+  redis.call('PEXPIRE', KEYS[i], 2 * lease_ms)
+end
+return answer
+"""
+
+# KEYS: windows of tokens, then slots. ARGV: the window's length in ms, the tokens, the number of windows, the lease.
+SETTLE = """
+for i = 1, tonumber(ARGV[3]) do
+  redis.call('INCRBY', KEYS[i], ARGV[2])
+  if redis.call('PTTL', KEYS[i]) < 0 then redis.call('PEXPIRE', KEYS[i], ARGV[1]) end
+end
+for i = tonumber(ARGV[3]) + 1, #KEYS do redis.call('ZREM', KEYS[i], ARGV[4]) end
+return 1
+"""
+
+# KEYS: slots. ARGV: the lease's length in ms; the lease.
+RENEW = """
+local clock = redis.call('TIME')
+local ends = clock[1] * 1000 + math.floor(clock[2] / 1000) + ARGV[1]
+for _, key in ipairs(KEYS) do
+  redis.call('ZADD', key, ends, ARGV[2])
+  redis.call('PEXPIRE', key, 2 * ARGV[1])
+end
+return 1
+"""
+
+
+class Link(Protocol):
+    """Whether Redis can be relied on just now; told how each use of it went."""
+
+    @property
+    def is_up(self) -> bool: ...
+
+    def succeeded(self) -> None: ...
+
+    def failed(self, exc: BaseException) -> None: ...
+
+
+class Held(NamedTuple):
+    """A lease of a request that runs; how much of the request's time budget is left for giving it back; and whether
+    Redis may know of it."""
+
+    slots: tuple[Slots, ...]
+    left_s: float
+    is_known: bool
+
+
+class RedisCounts:
+    """Counts under `namespace`. No call takes longer than `budget_s`; one that would is answered None, and told to
+    `link`. `run` looks after the leases."""
+
+    def __init__(
+        self,
+        pool: ConnectionPool,
+        link: Link,
+        namespace: str,
+        budget_s: float,
+        window_s: int = 60,
+        lease_s: float = LEASE_S,
+    ) -> None:
+        client = Redis(connection_pool=pool)
+        self._prefix = f"{namespace}:limits"
+        self._take = client.register_script(TAKE)
+        self._settle = client.register_script(SETTLE)
+        self._renew = client.register_script(RENEW)
+        self._link = link
+        self._budget_s = budget_s
+        self._window_ms = window_s * 1000
+        self._lease_ms = int(lease_s * 1000)
+        # Mutable state: leases of requests that run, and those that could not be given back yet, with their slots.
+        self._held: dict[str, Held] = {}
+        self._owed: dict[str, tuple[Slots, ...]] = {}
+
+    async def take(self, plan: Plan, lease: str) -> Verdict | None:
+        if not self._link.is_up:
+            self._held[lease] = Held(plan.slots, 0.0, is_known=False)
+            return None
+        started = time.monotonic()
+        limiting: list[Window | Slots] = [*plan.windows, *plan.slots]
+        keys = [self._key(item) for item in limiting]
+        limits = [item.limit for item in limiting]
+        costs = [int(window.kind == "requests") for window in plan.windows]
+        head = (self._window_ms, lease, self._lease_ms, len(plan.windows))
+        try:
+            answer = await self._within(self._budget_s, self._take, keys, (*head, *limits, *costs))
+        except BaseException:
+            self._owed[lease] = plan.slots
+            raise
+        if answer is None:
+            self._held[lease] = Held(plan.slots, 0.0, is_known=True)  # it may have been taken all the same
+            return None
+        is_taken, full, *counts = answer
+        if is_taken:
+            self._held[lease] = Held(plan.slots, self._budget_s - (time.monotonic() - started), True)
+        pairs = zip(plan.windows, counts[::2], counts[1::2], strict=True)
+        standings = [Standing(window, used, left_ms / 1000) for window, used, left_ms in pairs]
+        return Verdict(bool(is_taken), standings, plan.slots[full - 1] if full else None)
+
+    def abandon(self, lease: str) -> None:
+        held = self._held.pop(lease, None)
+        if held is not None and held.is_known and held.slots:
+            self._owed[lease] = held.slots
+
+    async def settle(self, plan: Plan, lease: str, tokens: int) -> None:
+        left_s = self._held[lease].left_s
+        self.abandon(lease)
+        slots = self._owed.get(lease, ())
+        windows = [window for window in plan.windows if window.kind == "tokens" and tokens]
+        if (slots or windows) and left_s > 0:
+            keys = [*map(self._key, windows), *map(self._key, slots)]
+            done = await self._within(left_s, self._settle, keys, (self._window_ms, tokens, len(windows), lease))
+            if done is not None:
+                self._owed.pop(lease, None)
+
+    async def run(self) -> None:
+        """Renew the leases that are held, and give back those that could not be, until cancelled."""
+        renewed = time.monotonic()
+        while True:
+            await asyncio.sleep(RETURN_S)
+            for lease, slots in list(self._owed.items()):
+                keys = [self._key(item) for item in slots]
+                if await self._within(RETURN_S, self._settle, keys, (self._window_ms, 0, 0, lease)) is None:
+                    break
+                self._owed.pop(lease, None)
+            if time.monotonic() - renewed > self._lease_ms / 3000:
+                renewed = time.monotonic()
+                await self._renew_all()
+
+    async def _renew_all(self) -> None:
+        for lease, held in list(self._held.items()):
+            if not held.slots or lease not in self._held:
+                continue
+            self._held[lease] = held._replace(is_known=True)
+            keys = [self._key(item) for item in held.slots]
+            if await self._within(RETURN_S, self._renew, keys, (self._lease_ms, lease)) is None:
+                break
+            if lease not in self._held:  # settled meanwhile, and perhaps just before it was renewed
+                self._owed[lease] = held.slots
+
+    async def _within(self, timeout_s: float, script: Any, keys: list[str], arguments: tuple[Any, ...]) -> Any:
+        """Run a script, unless Redis is not to be relied on. None when it failed, or took too long: that is the moment
+        at which this replica goes by its own counts, rather than refuse everybody or nobody."""
+        if not self._link.is_up:
+            return None
+        try:
+            async with asyncio.timeout(timeout_s):
+                answer = await script(keys, arguments)
+        except (RedisError, OSError) as exc:  # TimeoutError is an OSError
+            self._link.failed(exc)
+            return None
+        self._link.succeeded()
+        return answer
+
+    def _key(self, item: Window | Slots) -> str:
+        return f"{self._prefix}:{item.key}"
