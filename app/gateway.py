@@ -57,8 +57,8 @@ class Gateway:
         authenticator = self.authenticator = make_authenticator(settings.auth, keys)
         budget_s = settings.limits.time_budget_ms / 1000
         redis = settings.cache.redis
-        self._redis = RedisLink(redis.url, budget_s) if redis.url is not None else None
-        self._counts = RedisCounts(self._redis.pool, self._redis, redis.namespace, budget_s) if self._redis else None
+        self.redis = RedisLink(redis.url, budget_s) if redis.url is not None else None
+        self._counts = RedisCounts(self.redis.pool, self.redis, redis.namespace, budget_s) if self.redis else None
         limiter = Limiter(make_policy(settings.limits), self._counts)
 
         self.metrics = Metrics()
@@ -69,11 +69,11 @@ class Gateway:
                 lambda: self.lifecycle.active_requests,
                 authenticator,
                 limiter,
-                self._redis,
+                self.redis,
                 self._key_set,
             )
         )
-        self.health = Health(supervised, self.lifecycle, self.metrics, self._redis, self._key_set)
+        self.health = Health(supervised, self.lifecycle, self.metrics, self.redis, self._key_set)
 
         inner = self.inner = FastAPI(title="Headrace", version=__version__, openapi_url=None, lifespan=self._lifespan)
         inner.router.redirect_slashes = False
@@ -98,7 +98,7 @@ class Gateway:
         """Engines run from here on; the gateway listens while they start."""
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(self._look_after(engine)) for engine in self.engines.values()]
-            for part in (self._redis, self._counts, self._key_set):
+            for part in (self.redis, self._counts, self._key_set):
                 if part is not None:
                     tasks.append(group.create_task(part.run()))
             yield

@@ -175,20 +175,22 @@ class RedisCounts:
                 if await self._within(RETURN_S, self._settle, keys, (self._window_ms, 0, 0, lease)) is None:
                     break
                 self._owed.pop(lease, None)
-            if time.monotonic() - renewed > self._lease_ms / 3000:
-                renewed = time.monotonic()
-                await self._renew_all()
+            now = time.monotonic()
+            if now - renewed > self._lease_ms / 3000 and await self._renew_all():
+                renewed = now
 
-    async def _renew_all(self) -> None:
+    async def _renew_all(self) -> bool:
+        """Tell Redis of every lease that is held, and whether that worked."""
         for lease, held in list(self._held.items()):
             if not held.slots or lease not in self._held:
                 continue
             self._held[lease] = held._replace(is_known=True)
             keys = [self._key(item) for item in held.slots]
             if await self._within(RETURN_S, self._renew, keys, (self._lease_ms, lease)) is None:
-                break
+                return False
             if lease not in self._held:  # settled meanwhile, and perhaps just before it was renewed
                 self._owed[lease] = held.slots
+        return True
 
     async def _within(self, timeout_s: float, script: Any, keys: list[str], arguments: tuple[Any, ...]) -> Any:
         """Run a script, unless Redis is not to be relied on. None when it failed, or took too long: that is the moment

@@ -61,14 +61,15 @@ class Client:
         async with self.http.stream("POST", path, json={**body, "stream": True}) as response:
             yield response
 
-    async def open(self, body: Any = CHAT, path: str = "/v1/chat/completions") -> "Connection":
+    async def open(
+        self, body: Any = CHAT, path: str = "/v1/chat/completions", headers: dict[str, str] | None = None
+    ) -> "Connection":
         """Send a request on a connection of its own; the answer is left to be read. Quicker than httpx by far."""
         connection = await self.connect()
         data = json.dumps(body).encode()
-        head = (
-            f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(data)}\r\n\r\n"
-        )
-        connection.writer.write(head.encode() + data)
+        all_headers = {"host": "x", "content-type": "application/json", "content-length": len(data), **(headers or {})}
+        lines = "".join(f"{name}: {value}\r\n" for name, value in all_headers.items())
+        connection.writer.write(f"POST {path} HTTP/1.1\r\n{lines}\r\n".encode() + data)
         return connection
 
     async def connect(self) -> "Connection":

@@ -1,0 +1,105 @@
+"""A real Redis on a free port, which tests may stop, freeze, and bring back."""
+
+import asyncio
+import contextlib
+import random
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+
+START_TIMEOUT_S = 10
+
+
+def free_port() -> int:
+    """A port below those that the kernel gives to clients: to try such a one until somebody listens can connect the
+    socket to itself."""
+    while True:
+        port = random.randrange(20_000, 32_000)
+        with contextlib.suppress(OSError), socket.socket() as probe:
+            probe.bind(("127.0.0.1", port))
+            return port
+
+
+class RedisServer:
+    def __init__(self, *options: str) -> None:
+        self.port = free_port()
+        self._options = options
+        self.url = f"redis://127.0.0.1:{self.port}/0"
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Start it, empty."""
+        command = ["redis-server", "--port", str(self.port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"]
+        self._process = subprocess.Popen([*command, *self._options], stdout=subprocess.DEVNULL)
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while not self._answers():
+            assert self._process.poll() is None, "redis-server ended"
+            assert time.monotonic() < deadline, "redis-server does not start"
+            time.sleep(0.02)
+
+    def _answers(self) -> bool:
+        try:
+            with socket.create_connection(("127.0.0.1", self.port), timeout=1) as connection:
+                connection.sendall(b"PING\r\n")
+                return connection.recv(10).startswith((b"+PONG", b"-NOAUTH"))
+        except OSError:
+            return False
+
+    def stop(self) -> None:
+        assert self._process is not None
+        self._process.kill()
+        self._process.wait()
+
+    def freeze(self) -> None:
+        """As if it hung: connections stay open, and nothing is answered."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        assert self._process is not None
+        self._process.send_signal(signal.SIGCONT)
+
+
+@contextmanager
+def redis_server(*options: str) -> Iterator[RedisServer]:
+    server = RedisServer(*options)
+    server.start()
+    try:
+        yield server
+    finally:
+        server.stop()
+
+
+class SlowProxy:
+    """Passes bytes on to a port of loopback, each piece of an answer `delay_s` late."""
+
+    def __init__(self, port: int) -> None:
+        self.delay_s = 0.0
+        self._target = port
+
+    async def handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        upstream_reader, upstream_writer = await asyncio.open_connection("127.0.0.1", self._target)
+
+        async def pump(source: asyncio.StreamReader, sink: asyncio.StreamWriter, is_answer: bool) -> None:
+            with contextlib.suppress(OSError):
+                while data := await source.read(65536):
+                    if is_answer and self.delay_s:
+                        await asyncio.sleep(self.delay_s)
+                    sink.write(data)
+            sink.close()
+
+        await asyncio.gather(pump(reader, upstream_writer, False), pump(upstream_reader, writer, True))
+
+
+@asynccontextmanager
+async def slow_proxy(port: int) -> AsyncIterator[tuple[SlowProxy, str]]:
+    """The proxy, and the Redis URL under which it listens."""
+    proxy = SlowProxy(port)
+    server = await asyncio.start_server(proxy.handle, "127.0.0.1", 0)
+    try:
+        yield proxy, f"redis://127.0.0.1:{server.sockets[0].getsockname()[1]}/0"
+    finally:
+        server.close()
