@@ -8,7 +8,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
-from .errors import InvalidRequest, describe
+from .errors import OriginNotAllowed, describe
 
 EXPOSED = [
     "X-Request-ID",
@@ -33,9 +33,9 @@ class Cors(CORSMiddleware):
         response = super().preflight_response(request_headers)
         if response.status_code == 200:
             return Response(status_code=204, headers=_without_body(response.headers))
-        failure = describe(InvalidRequest("Pages of this origin may not call the gateway like this."))
+        failure = describe(OriginNotAllowed())
         body = failure.body(uuid.uuid4().hex)
-        return Response(body, 403, _without_body(response.headers), media_type="application/json")
+        return Response(body, failure.status, _without_body(response.headers), media_type="application/json")
 
 
 def _without_body(headers: Headers) -> dict[str, str]:

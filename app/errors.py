@@ -72,6 +72,13 @@ class MethodNotAllowed(Refusal):
         self.allowed = allowed
 
 
+class OriginNotAllowed(Refusal):
+    """A page of another origin than the configured ones, or one that wants more than it may."""
+
+    def __init__(self) -> None:
+        super().__init__("Pages of this origin may not call the gateway like this.")
+
+
 class ShuttingDown(Refusal):
     """The gateway is on its way out."""
 
@@ -143,6 +150,7 @@ _TABLE: tuple[tuple[type[Exception], int, str, str], ...] = (
     (ModelNotAllowed, 403, _PERMISSION, "model_not_allowed"),
     (RateLimitExceeded, 429, "requests", "rate_limit_exceeded"),
     (ConcurrencyLimitExceeded, 429, "requests", "concurrency_limit_exceeded"),
+    (OriginNotAllowed, 403, _PERMISSION, "origin_not_allowed"),
     (ShuttingDown, 503, _SERVER, "shutting_down"),
     (ModelNotFound, 404, _CALLER, "model_not_found"),
     (ContextLengthExceeded, 400, _CALLER, "context_length_exceeded"),

@@ -75,6 +75,7 @@ class KeySet:
         self._refreshes = 0
         self._failures = 0
         # The refresh that is under way or wanted; set when it is over. Changed by `seek` and `run`.
+        self._is_running = False
         self._round: asyncio.Event | None = None
         self._wanted = asyncio.Event()
 
@@ -94,7 +95,7 @@ class KeySet:
         for _ in range(2):
             is_joining = self._round is not None
             if self._round is None:
-                if not self._budget.take():
+                if not self._is_running or not self._budget.take():
                     return None
                 self._round = asyncio.Event()
                 self._wanted.set()
@@ -108,6 +109,7 @@ class KeySet:
     async def run(self) -> None:
         """Refresh until cancelled."""
         retry_s = FIRST_RETRY_S
+        self._is_running = True
         try:
             while True:
                 self._wanted.clear()
@@ -117,6 +119,7 @@ class KeySet:
                 retry_s = FIRST_RETRY_S if self._error is None else min(retry_s * 2, MAX_RETRY_S)
                 await self._until_wanted(self._refresh_s if self._error is None else min(retry_s, self._refresh_s))
         finally:
+            self._is_running = False
             self._end_round()
 
     async def _until_wanted(self, timeout_s: float) -> None:

@@ -21,14 +21,17 @@ MAX_REDIRECTS = 3
 class Provider:
     """One of `jwks_url` and `issuer` is needed."""
 
-    def __init__(self, algorithms: Iterable[str], jwks_url: str | None, issuer: str | None) -> None:
+    def __init__(
+        self, algorithms: Iterable[str], jwks_url: str | None, issuer: str | None, timeout_s: float = FETCH_TIMEOUT_S
+    ) -> None:
         self._allowed = frozenset(algorithms) & PUBLIC
         self._jwks_url = jwks_url
         self._issuer = issuer
+        self._timeout_s = timeout_s
 
     async def fetch(self) -> list[VerificationKey]:
         """The provider's keys of today. Raises: KeyFetchError."""
-        timeout = aiohttp.ClientTimeout(total=FETCH_TIMEOUT_S)
+        timeout = aiohttp.ClientTimeout(total=self._timeout_s)
         try:
             async with aiohttp.ClientSession(timeout=timeout, trust_env=True) as session:
                 url = self._jwks_url or await self._discover(session)
