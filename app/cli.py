@@ -32,9 +32,9 @@ logger = logging.getLogger("headrace")
 EXAMPLE = """
 Headrace is ready at {url} with the model {model}.
 
-  export HEADRACE_TOKEN={token}
+  export OPENAI_API_KEY={token}
 
-  curl -N {url}/v1/chat/completions -H "Authorization: Bearer $HEADRACE_TOKEN" \\
+  curl -N {url}/v1/chat/completions -H "Authorization: Bearer $OPENAI_API_KEY" \\
     -H 'Content-Type: application/json' -d '{{
     "model": "{model}", "temperature": 0, "stream": true,
     "messages": [{{"role": "user", "content": "What is the capital of France?"}}]}}'

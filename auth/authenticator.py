@@ -43,45 +43,47 @@ class Authenticator:
     async def authenticate(self, header: bytes | None) -> Principal:
         """The caller behind an `Authorization` header. Raises: Unauthenticated, KeysUnavailable."""
         try:
-            principal = await self._authenticate(header)
+            token = bearer_token(header)
+            digest = hashlib.sha256(token).digest()
+            principal = self._recall(digest) or self._api_keys.find(digest) or await self._verify(token, digest)
         except AuthError as exc:
             self.results[_WORDS.get(type(exc), "unavailable")] += 1
             raise
         self.results["ok"] += 1
         return principal
 
-    async def _authenticate(self, header: bytes | None) -> Principal:
-        scheme, _, token = (header or b"").strip().partition(b" ")
-        token = token.strip()
-        if scheme.lower() != b"bearer" or not token:
-            raise MissingToken
-        if len(token) > MAX_TOKEN_BYTES:
-            raise InvalidToken("it is too long")
-        digest = hashlib.sha256(token).digest()
-        known = self._remembered.get(digest)
-        if known is not None and self._is_good(known):
-            self._remembered.move_to_end(digest)
-            return known.principal
-        if (principal := self._api_keys.find(digest)) is not None:
-            return principal
+    async def _verify(self, token: bytes, digest: bytes) -> Principal:
         if self._verifier is None:
             raise InvalidToken("no such API key, and no JWTs are taken")
         principal, expires = await self._verifier.verify(token)
-        self._remember(digest, Remembered(principal, expires, self._verifier.keys.generation))
-        return principal
-
-    def _is_good(self, known: Remembered) -> bool:
-        assert self._verifier is not None
-        return self._clock() < known.expires and known.generation == self._verifier.keys.generation
-
-    def _remember(self, digest: bytes, remembered: Remembered) -> None:
-        self._remembered[digest] = remembered
+        self._remembered[digest] = Remembered(principal, expires, self._verifier.keys.generation)
         if len(self._remembered) > self._max_remembered:
             self._remembered.popitem(last=False)
+        return principal
+
+    def _recall(self, digest: bytes) -> Principal | None:
+        known = self._remembered.get(digest)
+        if known is None or self._verifier is None:
+            return None
+        if self._clock() >= known.expires or known.generation != self._verifier.keys.generation:
+            return None
+        self._remembered.move_to_end(digest)
+        return known.principal
 
     @property
     def remembered(self) -> int:
         return len(self._remembered)
+
+
+def bearer_token(header: bytes | None) -> bytes:
+    """RFC 6750, section 2.1. Raises: MissingToken, InvalidToken."""
+    scheme, _, token = (header or b"").partition(b" ")
+    token = token.strip()
+    if scheme.lower() != b"bearer" or not token:
+        raise MissingToken
+    if len(token) > MAX_TOKEN_BYTES:
+        raise InvalidToken("it is too long")
+    return token
 
 
 class Everyone:

@@ -1,9 +1,8 @@
 """The caller, as the token's claims tell."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, NamedTuple
 
 from .errors import InsufficientScope, InvalidToken, ModelNotAllowed
 
@@ -27,8 +26,10 @@ class Quota:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Principal:
+NO_QUOTA = Quota()
+
+
+class Principal(NamedTuple):
     """`models` are globs, None for all; a greater `priority` goes first; `quota` is what the token itself says."""
 
     subject: str
@@ -37,7 +38,7 @@ class Principal:
     models: tuple[str, ...] | None = None
     priority: int = 0
     tier: str | None = None
-    quota: Quota = field(default_factory=Quota)
+    quota: Quota = NO_QUOTA
 
     def check_scope(self, scope: str) -> None:
         """Raises: InsufficientScope."""
@@ -76,71 +77,70 @@ class ClaimsReader:
     """Makes principals of verified claims. `default_scopes` are those of a token without a claim for them."""
 
     def __init__(self, names: ClaimNames, default_scopes: frozenset[str]) -> None:
-        self._names = names
         self._default_scopes = default_scopes
+        # Each claim's name, and the path that it may stand for.
+        self._places = {
+            fact: (name, tuple(name.split(".")) if "." in name else ()) for fact, name in asdict(names).items()
+        }
 
-    def principal(self, claims: Mapping[str, Any]) -> Principal:
+    def principal(self, claims: dict[str, Any]) -> Principal:
         """Raises: InvalidToken, also for a claim of a wrong type."""
-        names = self._names
-        subject = _name(claims, names.subject)
+        subject = self._name(claims, "subject")
         if subject is None:
-            raise InvalidToken(f"no claim {names.subject!r}")
-        scopes = _words(claims, names.scope)
-        models = _words(claims, names.models)
+            raise InvalidToken("no claim for the subject")
+        scopes = self._words(claims, "scope")
+        models = self._words(claims, "models")
         return Principal(
-            subject=subject,
-            tenant=_name(claims, names.tenant) or subject,
-            scopes=self._default_scopes if scopes is None else frozenset(scopes),
-            models=None if models is None or "*" in models else models,
-            priority=_integer(claims, names.priority) or 0,
-            tier=_name(claims, names.tier),
-            quota=Quota(
-                _integer(claims, names.requests_per_minute, minimum=0),
-                _integer(claims, names.tokens_per_minute, minimum=0),
-                _integer(claims, names.concurrent, minimum=0),
-            ),
+            subject,
+            self._name(claims, "tenant") or subject,
+            self._default_scopes if scopes is None else frozenset(scopes),
+            None if models is None or "*" in models else models,
+            self._integer(claims, "priority") or 0,
+            self._name(claims, "tier"),
+            self._quota(claims),
         )
 
+    def _quota(self, claims: dict[str, Any]) -> Quota:
+        requests = self._integer(claims, "requests_per_minute", 0)
+        tokens = self._integer(claims, "tokens_per_minute", 0)
+        concurrent = self._integer(claims, "concurrent", 0)
+        return NO_QUOTA if requests is tokens is concurrent is None else Quota(requests, tokens, concurrent)
 
-def claim(claims: Mapping[str, Any], name: str) -> Any:
-    """The value at `name`, None where there is none. A claim whose name has dots itself (a URL) goes first."""
-    if name in claims:
-        return claims[name]
-    if "." not in name:
-        return None
-    value: Any = claims
-    for part in name.split("."):
-        if not isinstance(value, Mapping):
+    def _value(self, claims: dict[str, Any], fact: str) -> Any:
+        """None where there is none. A claim whose name has dots itself (a URL) goes before a path."""
+        name, path = self._places[fact]
+        value = claims.get(name)
+        if value is None and path:
+            value = claims
+            for part in path:
+                value = value.get(part) if isinstance(value, dict) else None
+                if value is None:
+                    break
+        return value
+
+    def _name(self, claims: dict[str, Any], fact: str) -> str | None:
+        value = self._value(claims, fact)
+        if value is None:
             return None
-        value = value.get(part)
-    return value
+        if not isinstance(value, str) or not 0 < len(value) <= MAX_NAME_CHARS or not value.isprintable():
+            raise InvalidToken(f"the claim for the {fact} is not a name")
+        return value
 
+    def _words(self, claims: dict[str, Any], fact: str) -> tuple[str, ...] | None:
+        """A list of strings, or one string with spaces between (RFC 8693, section 4.2)."""
+        value = self._value(claims, fact)
+        if value is None:
+            return None
+        if isinstance(value, str):
+            return tuple(value.split())
+        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+            raise InvalidToken(f"the claim for the {fact} is not a list of words")
+        return tuple(value)
 
-def _name(claims: Mapping[str, Any], name: str) -> str | None:
-    value = claim(claims, name)
-    if value is None:
-        return None
-    if not isinstance(value, str) or not 0 < len(value) <= MAX_NAME_CHARS or not value.isprintable():
-        raise InvalidToken(f"claim {name!r} is not a name")
-    return value
-
-
-def _words(claims: Mapping[str, Any], name: str) -> tuple[str, ...] | None:
-    """A list of strings, or one string with spaces between (RFC 8693, section 4.2)."""
-    value = claim(claims, name)
-    if value is None:
-        return None
-    if isinstance(value, str):
-        return tuple(value.split())
-    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-        raise InvalidToken(f"claim {name!r} is not a list of words")
-    return tuple(value)
-
-
-def _integer(claims: Mapping[str, Any], name: str, minimum: int | None = None) -> int | None:
-    value = claim(claims, name)
-    if value is None:
-        return None
-    if not isinstance(value, int) or isinstance(value, bool) or (minimum is not None and value < minimum):
-        raise InvalidToken(f"claim {name!r} is not a whole number")
-    return value
+    def _integer(self, claims: dict[str, Any], fact: str, minimum: int | None = None) -> int | None:
+        value = self._value(claims, fact)
+        if value is None:
+            return None
+        if not isinstance(value, int) or isinstance(value, bool) or (minimum is not None and value < minimum):
+            raise InvalidToken(f"the claim for the {fact} is not a whole number")
+        return value

@@ -2,6 +2,7 @@
 
 import binascii
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import jwt
@@ -35,7 +36,9 @@ class TokenVerifier:
 
         Raises: ExpiredToken, InvalidToken, KeysUnavailable.
         """
-        kid, algorithm = unverified_header(token)
+        if token.count(b".") != 2:
+            raise InvalidToken("not three segments")
+        kid, algorithm = read_header(token.partition(b".")[0])
         key = self.keys.find(kid, algorithm) or await self.keys.seek(kid, algorithm)
         if key is None:
             if not self.keys.is_ready:
@@ -65,11 +68,10 @@ class TokenVerifier:
             raise InvalidToken(type(exc).__name__) from None
 
 
-def unverified_header(token: bytes) -> tuple[str | None, str]:
-    """The key id and the algorithm that a token claims, to choose a key by. Raises: InvalidToken."""
-    segment, _, rest = token.partition(b".")
-    if rest.count(b".") != 1:
-        raise InvalidToken("not three segments")
+@lru_cache(maxsize=64)
+def read_header(segment: bytes) -> tuple[str | None, str]:
+    """The key id and the algorithm that a token claims, to choose a key by. All tokens that a provider signs with one
+    key have the same header. Raises: InvalidToken."""
     try:
         header = orjson.loads(binascii.a2b_base64(segment.translate(_URL_SAFE) + b"=" * (-len(segment) % 4)))
         kid, algorithm = header.get("kid"), header["alg"]

@@ -14,13 +14,14 @@ import logging
 import multiprocessing
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
+from contextvars import ContextVar
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import orjson
 from pydantic import ValidationError
 
-from routing.engine import Answer, Call, Event, Load, Usage
+from routing.engine import Answer, Call, Event, Load, Tally, Usage
 from routing.errors import (
     ContextLengthExceeded,
     EngineConfigError,
@@ -68,10 +69,14 @@ CONTRACT = (
     "vllm.exceptions:VLLMValidationError",
     "vllm.utils.argparse_utils:FlexibleArgumentParser",
     "vllm.v1.engine.async_llm:AsyncLLM.from_vllm_config(vllm_config, stat_loggers, disable_log_stats)",
+    "vllm.v1.engine.async_llm:AsyncLLM.generate(prompt, sampling_params, request_id)",
     "vllm.v1.engine.async_llm:AsyncLLM.get_supported_tasks()",
     "vllm.v1.engine.async_llm:AsyncLLM.is_sleeping()",
     "vllm.v1.engine.async_llm:AsyncLLM.shutdown(timeout)",
     "vllm.v1.engine.async_llm:AsyncLLM.errored",
+    "vllm.outputs:RequestOutput(prompt_token_ids, outputs)",
+    "vllm.outputs:CompletionOutput(token_ids)",
+    "vllm.sampling_params:RequestOutputKind.DELTA",
     "vllm.v1.metrics.loggers:StatLoggerBase.record(scheduler_stats, iteration_stats, mm_cache_stats, engine_idx)",
     "vllm.v1.metrics.stats:SchedulerStats.num_running_reqs",
     "vllm.v1.metrics.stats:SchedulerStats.num_waiting_reqs",
@@ -80,6 +85,9 @@ CONTRACT = (
 SHUTDOWN_TIMEOUT_S = 10.0
 
 T = TypeVar("T")
+
+# Of the call that this context works for: the serving layer starts its generators in it, and tasks for several prompts.
+TALLY: ContextVar[Tally | None] = ContextVar("TALLY", default=None)
 
 
 class EmbeddedEngine:
@@ -204,11 +212,9 @@ class EmbeddedEngine:
     def _launch(self, config: Any) -> AsyncLLMEngine:
         """Raises: EngineError."""
         self._go_on("starting the engine process and loading the weights")
-        from vllm import AsyncLLMEngine
-
         try:
             # Ours is the only stat logger: a second engine's default one would unregister the first one's metrics.
-            return AsyncLLMEngine.from_vllm_config(
+            return tallying_engine().from_vllm_config(
                 config, stat_loggers=[load_logger(self.load)], disable_log_stats=True
             )
         except Exception as exc:
@@ -241,6 +247,7 @@ class EmbeddedEngine:
         if call.operation not in self._serving:
             raise UnsupportedOperation(f"This model has no operation {call.operation}.")
         method, request_class = self._serving[call.operation]
+        TALLY.set(call.tally)
         # A request id of the caller's own could clash with another's inside the engine.
         body = {key: value for key, value in call.body.items() if key != "request_id"} | {"model": self._names[0]}
         try:
@@ -301,6 +308,35 @@ class EmbeddedEngine:
         if call.model == self._names[0]:
             return data
         return data.replace(b'"model":' + orjson.dumps(self._names[0]), b'"model":' + orjson.dumps(call.model), 1)
+
+
+def tallying_engine() -> type[Any]:
+    """vLLM's engine, which also counts each call's tokens as they come: the serving layer tells them at the end only,
+    and a call that is cut short has none."""
+    from vllm import AsyncLLMEngine
+    from vllm.sampling_params import RequestOutputKind
+
+    class TallyingEngine(AsyncLLMEngine):  # type: ignore[misc]
+        async def generate(
+            self, prompt: Any, sampling_params: Any, request_id: str, **options: Any
+        ) -> AsyncGenerator[Any, None]:
+            tally = TALLY.get()
+            outputs = super().generate(prompt, sampling_params, request_id, **options)
+            if tally is None:
+                async for output in outputs:
+                    yield output
+                return
+            # The prompt counts from here on, since the engine works on it before there is any output.
+            prompt_tokens = len(prompt.get("prompt_token_ids") or ()) if isinstance(prompt, dict) else 0
+            tally.prompt_tokens += prompt_tokens
+            is_delta = sampling_params.output_kind == RequestOutputKind.DELTA
+            async with aclosing(outputs):
+                async for output in outputs:
+                    if is_delta:
+                        tally.completion_tokens += sum(len(part.token_ids) for part in output.outputs)
+                    yield output
+
+    return TallyingEngine
 
 
 def load_logger(load: Load) -> Callable[..., Any]:

@@ -47,7 +47,7 @@ def server(name: str, folder: Path) -> Iterator[str]:
         ]
         config = folder / "headrace.toml"
         config.write_text(
-            f'[server]\nport = {port}\n[[models]]\nname = "{MODEL}"\npool = "p"\n'
+            f'[server]\nport = {port}\n[auth]\nmode = "off"\n[[models]]\nname = "{MODEL}"\npool = "p"\n'
             '[[pools]]\nname = "p"\nengine = "vllm"\n[pools.vllm]\n' + "\n".join(lines)
         )
         command = [sys.executable, "-m", "app", "serve", "--config", str(config)]

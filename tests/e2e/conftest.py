@@ -28,16 +28,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 class Process:
-    """A gateway process. `log` is where its lines go."""
+    """A gateway process. `log` is where its lines go; `token` lets in."""
 
-    def __init__(self, popen: "subprocess.Popen[bytes]", url: str, log: Path) -> None:
+    def __init__(self, popen: "subprocess.Popen[bytes]", url: str, log: Path, token: str) -> None:
         self.popen = popen
         self.url = url
         self.log = log
-        self.http = httpx.Client(base_url=url, timeout=60)
+        self.token = token
+        self.http = httpx.Client(base_url=url, timeout=60, headers={"authorization": f"Bearer {token}"})
 
     def openai(self) -> OpenAI:
-        return OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=60)
+        return OpenAI(base_url=f"{self.url}/v1", api_key=self.token, max_retries=0, timeout=60)
 
     def wait_until_ready(self, timeout_s: float = START_TIMEOUT_S) -> None:
         """Until every engine is."""
@@ -62,6 +63,15 @@ class Process:
                 return float(found.rpartition(" ")[2])
         raise AssertionError(f"no metric {line}")
 
+    def tokens(self) -> tuple[float, float]:
+        """Prompt and completion tokens that were charged so far, of the model MODEL."""
+        found = {"prompt": 0.0, "completion": 0.0}
+        for line in self.http.get("/metrics").text.splitlines():
+            for kind in found:
+                if line.startswith(f'headrace_tokens_total{{kind="{kind}",model="{MODEL}"'):
+                    found[kind] += float(line.rpartition(" ")[2])
+        return found["prompt"], found["completion"]
+
     def running(self, pool: str = "local") -> float:
         """Requests in the engine itself, as its scheduler says."""
         label = f'{{pool="{pool}"}}'
@@ -85,12 +95,14 @@ def gateway_process(folder: Path, config: str = "", **env: str) -> Iterator[Proc
     file = folder / "headrace.toml"
     file.write_text(config)
     log = folder / "gateway.log"
-    command = [sys.executable, "-m", "app", "serve", "--preset", "development", "--config", str(file)]
+    headrace = [sys.executable, "-m", "app"]
+    options = ["--preset", "development", "--config", str(file)]
+    create = [*headrace, "token", "create", *options, "--subject", "tester", "--ttl", "1d"]
+    token = subprocess.run(create, capture_output=True, text=True, check=True, env=os.environ | env).stdout.strip()
+    env = {"HEADRACE__SERVER__PORT": str(port), **env}
     with log.open("wb") as output:
-        popen = subprocess.Popen(
-            command, stdout=output, stderr=output, env=os.environ | {"HEADRACE__SERVER__PORT": str(port), **env}
-        )
-    process = Process(popen, f"http://127.0.0.1:{port}", log)
+        popen = subprocess.Popen([*headrace, "serve", *options], stdout=output, stderr=output, env=os.environ | env)
+    process = Process(popen, f"http://127.0.0.1:{port}", log, token)
     try:
         yield process
     finally:

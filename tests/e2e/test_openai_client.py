@@ -11,6 +11,7 @@ import openai
 import pytest
 from openai import OpenAI
 
+from ..tokens import bearer
 from .conftest import MODEL, QUESTION, Process, wait_for
 
 PARIS = "The capital of France is Paris."
@@ -197,7 +198,7 @@ def test_abandoned_stream_is_aborted_in_the_engine(client: OpenAI, gateway: Proc
 def test_abandoned_whole_request_is_aborted_in_the_engine(gateway: Process, path: str, input: dict) -> None:
     body = {"model": MODEL, "max_tokens": 4000, "ignore_eos": True, **input}
     count = body.get("n", 1) * (len(input["prompt"]) if "prompt" in input else 1)
-    with ThreadPoolExecutor() as pool, httpx.Client(base_url=gateway.url) as leaving:
+    with ThreadPoolExecutor() as pool, httpx.Client(base_url=gateway.url, headers=bearer(gateway.token)) as leaving:
         call = pool.submit(leaving.post, path, json=body, timeout=1.0)
         wait_for(lambda: gateway.running() == count, 2, "it runs")
         with pytest.raises(httpx.ReadTimeout):
@@ -212,7 +213,7 @@ def test_caller_who_leaves_before_the_first_token_is_noticed(gateway: Process) -
     assert gateway.http.post("/v1/completions", json=body).status_code == 200
     whole_s = time.monotonic() - started
     body["prompt"] = [f"{n} {prompt}" for n, prompt in enumerate(body["prompt"])]  # not in the prefix cache
-    with httpx.Client(base_url=gateway.url) as leaving, pytest.raises(httpx.ReadTimeout):
+    with httpx.Client(base_url=gateway.url, headers=bearer(gateway.token)) as leaving, pytest.raises(httpx.ReadTimeout):
         leaving.post("/v1/completions", json=body, timeout=0.3)
     assert gateway.running("other") > 0
     took_s = wait_for(lambda: gateway.running("other") == 0, 1, "aborted within a second")
@@ -304,3 +305,34 @@ def test_log_at_debug_level_never_holds_prompts_or_answers(gateway: Process) -> 
     assert "capital of France?" not in log.replace(
         '"content": "What is the capital of France?"', ""
     )  # the printed example
+
+
+def test_what_a_caller_leaves_is_charged_for_what_the_engine_did(gateway: Process, client: OpenAI) -> None:
+    def charged(before: tuple[float, float]) -> tuple[float, float]:
+        wait_for(lambda: gateway.running() == 0 and gateway.tokens() != before, 5, "charged")
+        after = gateway.tokens()
+        return after[0] - before[0], after[1] - before[1]
+
+    prompt = {"model": MODEL, "prompt": "Once upon a time", "temperature": 0, "extra_body": {"ignore_eos": True}}
+    before = gateway.tokens()
+    whole = client.completions.create(**prompt, max_tokens=30)
+    assert charged(before) == (whole.usage.prompt_tokens, 30)
+    # Streams that are left after some tokens: of one choice, of three, and of two prompts.
+    for more, prompts, choices in (
+        ({}, 1, 1),
+        ({"n": 3, "temperature": 1}, 1, 3),
+        ({"prompt": ["Once upon a time"] * 2}, 2, 2),
+    ):
+        before = gateway.tokens()
+        with client.completions.create(**{**prompt, **more}, max_tokens=400, stream=True) as stream:
+            read = [chunk for chunk, _ in zip(stream, range(20 * choices), strict=False)]
+        prompt_tokens, completion_tokens = charged(before)
+        assert prompt_tokens == prompts * whole.usage.prompt_tokens, more
+        assert len(read) <= completion_tokens < 400 * choices, more
+    # Left before its first token: the prompt was worked on.
+    before = gateway.tokens()
+    body = {"model": MODEL, "prompt": "word " * 1500, "max_tokens": 300, "stream": True}
+    with httpx.Client(base_url=gateway.url, headers=bearer(gateway.token)) as leaving, pytest.raises(httpx.ReadTimeout):
+        leaving.post("/v1/completions", json=body, timeout=0.05)
+    prompt_tokens, completion_tokens = charged(before)
+    assert prompt_tokens >= 1500

@@ -1,5 +1,6 @@
 """The examples of the README and of the terminal, pasted as they are."""
 
+import os
 import re
 import subprocess
 import sys
@@ -13,12 +14,17 @@ from .conftest import MODEL, Process
 README = (Path(__file__).parent.parent.parent / "README.md").read_text()
 
 
-def run_python(code: str) -> str:
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60).stdout
+def run(command: list[str], **env: str) -> str:
+    environment = os.environ | env
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60, env=environment).stdout
 
 
-def run_shell(code: str) -> str:
-    return subprocess.run(["bash", "-c", code], capture_output=True, text=True, check=True, timeout=60).stdout
+def run_python(code: str, **env: str) -> str:
+    return run([sys.executable, "-c", code], **env)
+
+
+def run_shell(code: str, **env: str) -> str:
+    return run(["bash", "-c", code], **env)
 
 
 def moved(code: str, process: Process) -> str:
@@ -30,9 +36,9 @@ def moved(code: str, process: Process) -> str:
 def test_readme_examples_work_as_pasted(gateway: Process) -> None:
     python = re.search(r"```python\n(.*?)```", README, re.DOTALL).group(1)
     assert len([line for line in python.splitlines() if line]) == 5
-    assert len(run_python(moved(python, gateway)).split()) > 2
+    assert len(run_python(moved(python, gateway), OPENAI_API_KEY=gateway.token).split()) > 2
     curl = re.search(r"```sh\n(.*?)```", README, re.DOTALL).group(1)
-    output = run_shell(moved(curl, gateway))
+    output = run_shell(moved(curl, gateway), OPENAI_API_KEY=gateway.token)
     assert output.endswith("data: [DONE]\n\n")
     assert '"content":' in output
 
@@ -40,7 +46,7 @@ def test_readme_examples_work_as_pasted(gateway: Process) -> None:
 def test_terminal_examples_work_as_pasted(gateway: Process) -> None:
     text = gateway.log.read_text()
     assert f"Headrace is ready at {gateway.url} with the model {MODEL}." in text
-    curl = re.search(r"^  curl .*?\n\n", text, re.DOTALL | re.MULTILINE).group(0)
+    curl = re.search(r"^  export OPENAI_API_KEY=.*?\n\n  curl .*?\n\n", text, re.DOTALL | re.MULTILINE).group(0)
     assert run_shell(textwrap.dedent(curl)).endswith("data: [DONE]\n\n")
     python = re.search(r"^  from openai .*?\n\n", text, re.DOTALL | re.MULTILINE).group(0)
     assert len(python.strip().splitlines()) == 5
