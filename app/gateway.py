@@ -58,7 +58,7 @@ class Gateway:
         budget_s = settings.limits.time_budget_ms / 1000
         redis = settings.cache.redis
         self.redis = RedisLink(redis.url, budget_s) if redis.url is not None else None
-        self._counts = RedisCounts(self.redis.pool, self.redis, redis.namespace, budget_s) if self.redis else None
+        self._counts = RedisCounts(self.redis, redis.namespace, budget_s) if self.redis else None
         limiter = Limiter(make_policy(settings.limits), self._counts)
 
         self.metrics = Metrics()

@@ -72,4 +72,4 @@ class LocalCounts:
     async def _standing(self, window: Window) -> Standing:
         used = await self._windows.get(window.key)
         reset_s = await self._windows.get_expiry(window.key) - time.time() if used else self._window_s
-        return Standing(window, used, reset_s)
+        return Standing(window, used, time.monotonic() + reset_s)

@@ -1,5 +1,6 @@
 """What limits a caller, and how it stands."""
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -33,11 +34,16 @@ class Plan(NamedTuple):
 
 @dataclass(slots=True)
 class Standing:
-    """How a window stands: used so far, and seconds until it begins anew."""
+    """How a window stands: used so far, and when it begins anew, by the monotonic clock."""
 
     window: Window
     used: int
-    reset_s: float
+    resets_at: float
+
+    @property
+    def reset_s(self) -> float:
+        """Seconds until then."""
+        return max(0.0, self.resets_at - time.monotonic())
 
     @property
     def remaining(self) -> int:

@@ -10,10 +10,8 @@ slots of a replica that was killed come back by themselves.
 
 import asyncio
 import time
+from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
-
-from redis.asyncio import ConnectionPool, Redis
-from redis.exceptions import RedisError
 
 from .plan import Plan, Slots, Standing, Verdict, Window
 
@@ -78,15 +76,14 @@ return 1
 """
 
 
-class Link(Protocol):
-    """Whether Redis can be relied on just now; told how each use of it went."""
+class Redis(Protocol):
+    """Runs scripts. None: Redis is not to be relied on now, or failed, or took longer than `timeout_s`; the script may
+    have run all the same."""
 
     @property
     def is_up(self) -> bool: ...
 
-    def succeeded(self) -> None: ...
-
-    def failed(self, exc: BaseException) -> None: ...
+    async def evaluate(self, script: str, keys: Sequence[str], arguments: Sequence[Any], timeout_s: float) -> Any: ...
 
 
 class Held(NamedTuple):
@@ -99,24 +96,15 @@ class Held(NamedTuple):
 
 
 class RedisCounts:
-    """Counts under `namespace`. No call takes longer than `budget_s`; one that would is answered None, and told to
-    `link`. `run` looks after the leases."""
+    """Counts under `namespace`. A request loses `budget_s` to it at most, before and after it together. When Redis
+    cannot be relied on, this replica goes by its own counts, rather than refuse everybody or nobody. `run` looks after
+    the leases."""
 
     def __init__(
-        self,
-        pool: ConnectionPool,
-        link: Link,
-        namespace: str,
-        budget_s: float,
-        window_s: int = 60,
-        lease_s: float = LEASE_S,
+        self, redis: Redis, namespace: str, budget_s: float, window_s: int = 60, lease_s: float = LEASE_S
     ) -> None:
-        client = Redis(connection_pool=pool)
+        self._redis = redis
         self._prefix = f"{namespace}:limits"
-        self._take = client.register_script(TAKE)
-        self._settle = client.register_script(SETTLE)
-        self._renew = client.register_script(RENEW)
-        self._link = link
         self._budget_s = budget_s
         self._window_ms = window_s * 1000
         self._lease_ms = int(lease_s * 1000)
@@ -125,7 +113,7 @@ class RedisCounts:
         self._owed: dict[str, tuple[Slots, ...]] = {}
 
     async def take(self, plan: Plan, lease: str) -> Verdict | None:
-        if not self._link.is_up:
+        if not self._redis.is_up:
             self._held[lease] = Held(plan.slots, 0.0, is_known=False)
             return None
         started = time.monotonic()
@@ -135,7 +123,7 @@ class RedisCounts:
         costs = [int(window.kind == "requests") for window in plan.windows]
         head = (self._window_ms, lease, self._lease_ms, len(plan.windows))
         try:
-            answer = await self._within(self._budget_s, self._take, keys, (*head, *limits, *costs))
+            answer = await self._redis.evaluate(TAKE, keys, (*head, *limits, *costs), self._budget_s)
         except BaseException:
             self._owed[lease] = plan.slots
             raise
@@ -146,7 +134,8 @@ class RedisCounts:
         if is_taken:
             self._held[lease] = Held(plan.slots, self._budget_s - (time.monotonic() - started), True)
         pairs = zip(plan.windows, counts[::2], counts[1::2], strict=True)
-        standings = [Standing(window, used, left_ms / 1000) for window, used, left_ms in pairs]
+        now = time.monotonic()
+        standings = [Standing(window, used, now + left_ms / 1000) for window, used, left_ms in pairs]
         return Verdict(bool(is_taken), standings, plan.slots[full - 1] if full else None)
 
     def abandon(self, lease: str) -> None:
@@ -161,7 +150,7 @@ class RedisCounts:
         windows = [window for window in plan.windows if window.kind == "tokens" and tokens]
         if (slots or windows) and left_s > 0:
             keys = [*map(self._key, windows), *map(self._key, slots)]
-            done = await self._within(left_s, self._settle, keys, (self._window_ms, tokens, len(windows), lease))
+            done = await self._redis.evaluate(SETTLE, keys, (self._window_ms, tokens, len(windows), lease), left_s)
             if done is not None:
                 self._owed.pop(lease, None)
 
@@ -172,7 +161,7 @@ class RedisCounts:
             await asyncio.sleep(RETURN_S)
             for lease, slots in list(self._owed.items()):
                 keys = [self._key(item) for item in slots]
-                if await self._within(RETURN_S, self._settle, keys, (self._window_ms, 0, 0, lease)) is None:
+                if await self._redis.evaluate(SETTLE, keys, (self._window_ms, 0, 0, lease), RETURN_S) is None:
                     break
                 self._owed.pop(lease, None)
             now = time.monotonic()
@@ -186,25 +175,11 @@ class RedisCounts:
                 continue
             self._held[lease] = held._replace(is_known=True)
             keys = [self._key(item) for item in held.slots]
-            if await self._within(RETURN_S, self._renew, keys, (self._lease_ms, lease)) is None:
+            if await self._redis.evaluate(RENEW, keys, (self._lease_ms, lease), RETURN_S) is None:
                 return False
             if lease not in self._held:  # settled meanwhile, and perhaps just before it was renewed
                 self._owed[lease] = held.slots
         return True
-
-    async def _within(self, timeout_s: float, script: Any, keys: list[str], arguments: tuple[Any, ...]) -> Any:
-        """Run a script, unless Redis is not to be relied on. None when it failed, or took too long: that is the moment
-        at which this replica goes by its own counts, rather than refuse everybody or nobody."""
-        if not self._link.is_up:
-            return None
-        try:
-            async with asyncio.timeout(timeout_s):
-                answer = await script(keys, arguments)
-        except (RedisError, OSError) as exc:  # TimeoutError is an OSError
-            self._link.failed(exc)
-            return None
-        self._link.succeeded()
-        return answer
 
     def _key(self, item: Window | Slots) -> str:
         return f"{self._prefix}:{item.key}"

@@ -38,7 +38,7 @@ def test_each_heavy_library_has_one_room() -> None:
         "torch": {"app/builtin_model.py"},
         "jwt": {"auth/tokens.py", "auth/provider.py", "app/security.py"},
         "aiohttp": {"auth/provider.py"},
-        "redis": {"auth/shared_counts.py", "app/redis_link.py"},
+        "redis": {"app/redis_link.py"},
         "transformers": {"app/builtin_model.py"},
     }
     for package in PACKAGES:
@@ -70,5 +70,5 @@ def test_no_task_without_an_owner_and_no_middleware_that_hides_disconnects() -> 
             assert "BaseHTTPMiddleware" not in module.read_text(), module
             for node in ast.walk(ast.parse(module.read_text())):
                 if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
-                    called = ast.unparse(node.value.func)
+                    called = ast.unparse(node.value.func).removeprefix("group.create_task")  # a group is an owner
                     assert called.rpartition(".")[2] not in ("create_task", "ensure_future"), f"{module}: {called}"

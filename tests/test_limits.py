@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from limits.aio.storage import RedisStorage
-from redis.asyncio import BlockingConnectionPool
+from redis.asyncio import Redis
 
 from app.redis_link import RedisLink
 from auth.errors import ConcurrencyLimitExceeded, LimitExceeded, RateLimitExceeded
@@ -30,27 +30,13 @@ def redis() -> Iterator[RedisServer]:
         yield server
 
 
-class Up:
-    """A link that always lets Redis be asked, and lets no failure pass."""
-
-    is_up = True
-
-    def succeeded(self) -> None:
-        pass
-
-    def failed(self, exc: BaseException) -> None:
-        raise exc
-
-
 @asynccontextmanager
-async def counting(
-    redis: RedisServer, link: RedisLink | None = None, lease_s: float = 60
-) -> AsyncIterator[RedisCounts]:
-    pool = link.pool if link is not None else BlockingConnectionPool.from_url(redis.url)
-    counts = RedisCounts(pool, link or Up(), "test", budget_s=5, window_s=WINDOW_S, lease_s=lease_s)
-    async with running(counts):
+async def counting(redis: RedisServer, lease_s: float = 60) -> AsyncIterator[RedisCounts]:
+    link = RedisLink(redis.url, budget_s=5)
+    counts = RedisCounts(link, "test", budget_s=5, window_s=WINDOW_S, lease_s=lease_s)
+    async with running(link), running(counts):
+        await until(lambda: link.is_up)
         yield counts
-    await pool.disconnect()
 
 
 @asynccontextmanager
@@ -259,10 +245,9 @@ async def test_counts_are_the_fixed_windows_of_limits(redis: RedisServer) -> Non
 async def test_slots_of_a_killed_replica_come_back_and_those_of_a_living_one_stay(redis: RedisServer) -> None:
     policy = Policy(tenant=Quota(concurrent=2))
     person = Principal("ann", "leases")
-    pool = BlockingConnectionPool.from_url(redis.url)
-    dead = RedisCounts(pool, Up(), "test", budget_s=5, window_s=WINDOW_S, lease_s=2)
-    await Limiter(policy, dead, WINDOW_S).admit(person)  # and nobody looks after its lease
     async with counting(redis, lease_s=2) as alive:
+        dead = RedisCounts(alive._redis, "test", budget_s=5, window_s=WINDOW_S, lease_s=2)
+        await Limiter(policy, dead, WINDOW_S).admit(person)  # and nobody looks after its lease
         limits = Limiter(policy, alive, WINDOW_S)
         running = await limits.admit(person)
         await refusal(limits.admit(person))
@@ -271,8 +256,7 @@ async def test_slots_of_a_killed_replica_come_back_and_those_of_a_living_one_sta
         await refusal(limits.admit(person))
         await running.settle()
         await again.settle()
-        assert await alive._renew.registered_client.zcard("test:limits:tenant:{leases}:running") == 0
-    await pool.disconnect()
+        assert await members(redis, "leases") == 0
 
 
 async def test_caller_who_leaves_while_redis_is_asked_keeps_no_slot(redis: RedisServer) -> None:
@@ -301,9 +285,8 @@ async def test_caller_who_leaves_while_redis_is_asked_keeps_no_slot(redis: Redis
 
 
 async def test_without_redis_each_replica_enforces_its_own_limit_with_what_it_knows(redis: RedisServer) -> None:
-    link = RedisLink(redis.url, budget_s=5)
-    async with running(link), counting(redis, link) as counts:
-        await until(lambda: link.is_up)
+    async with counting(redis) as counts:
+        link = counts._redis
         limits = Limiter(Policy(tenant=Quota(requests_per_minute=4, concurrent=3)), counts, 60)
         person = Principal("ann", "alone")
         kept = [await limits.admit(person) for _ in range(2)]
@@ -319,13 +302,20 @@ async def test_without_redis_each_replica_enforces_its_own_limit_with_what_it_kn
         redis.start()
         await until(lambda: link.is_up)
         assert await counts._renew_all()
-        key = "test:limits:tenant:{alone}:running"
-        client = counts._renew.registered_client
-        assert await client.zcard(key) == 3
+        assert await members(redis, "alone") == 3
         for admission in kept:
             await admission.settle()
         await until(lambda: not counts._owed)
-        assert await client.zcard(key) == 0
+        assert await members(redis, "alone") == 0
+
+
+async def members(redis: RedisServer, tenant: str) -> int:
+    """Leases of the tenant's slots, as Redis has them."""
+    client = Redis.from_url(redis.url)
+    try:
+        return int(await client.zcard(f"test:limits:tenant:{{{tenant}}}:running"))
+    finally:
+        await client.aclose()
 
 
 async def until(condition: Callable[[], bool], timeout_s: float = 10) -> None:

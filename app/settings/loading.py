@@ -69,11 +69,8 @@ def _use_development_secret(document: dict[str, Any]) -> None:
     jwt = auth.get("jwt") if isinstance(auth, dict) else None
     if not isinstance(auth, dict) or not isinstance(jwt, dict):
         return  # of a wrong type: Settings will say so
-    if auth.get("mode") == "off":
-        for name in ("issuer", "audience"):
-            if jwt.get(name) == PRESETS["development"]["auth"]["jwt"][name]:
-                del jwt[name]
-    elif not any(name in jwt for name in KEY_SOURCES) and "://" not in str(jwt.get("issuer")):
+    has_keys = any(name in jwt for name in KEY_SOURCES) or "://" in str(jwt.get("issuer"))
+    if auth.get("mode") != "off" and not has_keys:
         jwt["secret_file"] = str(Path(document.get("cache_dir") or default_cache_dir()) / DEVELOPMENT_SECRET)
 
 

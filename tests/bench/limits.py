@@ -2,10 +2,10 @@
 
     python -m tests.bench.limits [--requests 3000]
 
-Needs redis-server. A tenant with limits on requests and on tokens is admitted and settled, one request after the other:
-without limits, counted here, counted in Redis by the gateway's scripts, and, for comparison, by the Redis storage of the
-library limits (a hit, a count, and two expiries before, a hit after). Printed: microseconds of CPU a request in this
-process, and of waiting. Then Redis is frozen, and the longest waits of the requests after it are printed.
+Needs redis-server. A tenant with limits on requests and on tokens is admitted and settled, one request after another:
+without limits, counted here, counted in Redis by the gateway's scripts, and, for comparison, by the Redis storage of
+the library limits (a hit, a count, and two expiries before, a hit after). Printed: microseconds of CPU a request in
+this process, and of waiting. Then Redis is frozen, and the longest waits of the requests after it are printed.
 """
 
 import argparse
@@ -50,7 +50,7 @@ async def run(count: int) -> None:
     policy = Policy(tenant=Quota(requests_per_minute=LOTS, tokens_per_minute=LOTS))
     with redis_server() as server:
         link = RedisLink(server.url, BUDGET_S)
-        counts = RedisCounts(link.pool, link, "bench", BUDGET_S)
+        counts = RedisCounts(link, "bench", BUDGET_S)
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(link.run()), group.create_task(counts.run())]
             while not link.is_up:
