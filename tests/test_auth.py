@@ -50,6 +50,13 @@ async def closed() -> AsyncIterator[Client]:
         yield client
 
 
+@pytest.fixture(scope="module")
+async def refusing() -> AsyncIterator[Client]:
+    """One gateway for all who are refused: they leave nothing behind."""
+    async with serving(auth={"jwt": JWT_SETTINGS}) as client:
+        yield client
+
+
 def rsa_settings(tmp_path: Path, **more: Any) -> dict[str, Any]:
     file = tmp_path / "public.pem"
     file.write_bytes(pem_of(RSA_KEY))
@@ -117,9 +124,9 @@ def rsa_settings(tmp_path: Path, **more: Any) -> dict[str, Any]:
         (f"Bearer {token(limits={'tokens_per_minute': 1.5})}", "invalid_token"),
     ],
 )
-async def test_whoever_is_not_known_gets_401_and_a_challenge(closed: Client, header: str | None, code: str) -> None:
+async def test_whoever_is_not_known_gets_401_and_a_challenge(refusing: Client, header: str | None, code: str) -> None:
     headers = {} if header is None else {"authorization": header.encode("latin-1")}
-    for response in (await closed.post(headers=headers), await closed.http.get("/v1/models", headers=headers)):
+    for response in (await refusing.post(headers=headers), await refusing.http.get("/v1/models", headers=headers)):
         error = response.json()["error"]
         assert (response.status_code, error["code"], error["type"]) == (401, code, "authentication_error"), error
         assert response.headers["www-authenticate"].startswith("Bearer ")
@@ -128,7 +135,7 @@ async def test_whoever_is_not_known_gets_401_and_a_challenge(closed: Client, hea
             "The token has expired.",
             "A token is needed: `Authorization: Bearer <token>`.",
         )
-    assert closed.engine.calls == 0
+    assert refusing.engine.calls == 0
 
 
 async def test_each_byte_of_a_token_counts(closed: Client) -> None:

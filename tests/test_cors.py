@@ -13,7 +13,7 @@ ORIGIN = "https://chat.example.com"
 SERVER = {"cors_origins": [ORIGIN, "http://localhost:3000"]}
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 async def crossed() -> AsyncIterator[Client]:
     async with serving(server=SERVER, auth={"jwt": JWT_SETTINGS}) as client:
         yield client

@@ -59,7 +59,7 @@ async def round_of_streams(address: tuple[str, int]) -> int:
             await started.acquire()
         health = await get_health(address)
     assert health["active_requests"] == STREAMS
-    assert {stream.result() for stream in streams} == {40}
+    assert {stream.result() for stream in streams} == {30}
     return health["memory_usage_bytes"]
 
 
