@@ -65,7 +65,7 @@ async def round_of_streams(address: tuple[str, int]) -> int:
 
 async def test_1000_streams_beside_10000_idle_connections_with_memory_flat(tmp_path: Path) -> None:
     config = tmp_path / "headrace.toml"
-    config.write_text(CONFIG % " ".join(["word"] * 40))
+    config.write_text(CONFIG % " ".join(["word"] * 30))
     command = [sys.executable, "-m", "app", "serve", "--config", str(config)]
     gateway = await asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.PIPE)
     try:
