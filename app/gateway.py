@@ -100,14 +100,14 @@ class Gateway:
             tasks = [group.create_task(self._look_after(engine)) for engine in self.engines.values()]
             for part in (self.redis, self._counts, self._key_set):
                 if part is not None:
-                    tasks.append(group.create_task(part.run()))
+                    tasks.append(group.create_task(self._look_after(part)))
             yield
             for task in tasks:
                 task.cancel()
 
-    async def _look_after(self, engine: SupervisedEngine) -> None:
+    async def _look_after(self, part: SupervisedEngine | RedisLink | RedisCounts | KeySet) -> None:
         try:
-            await engine.run()
+            await part.run()
         except Exception as exc:
             self.server.fail(exc)
 

@@ -85,19 +85,22 @@ class RedisLink:
         latency_ms = None if self._latency_s is None else round(self._latency_s * 1000, 2)
         return RedisStatus(self.is_up, latency_ms, self._error, self._failures)
 
-    async def evaluate(self, script: str, keys: Sequence[str], arguments: Sequence[Any], timeout_s: float) -> Any:
-        """Run a Lua script, and return its answer, which must not be nil.
-
-        None: Redis is not to be relied on now, or failed, or took longer than `timeout_s`; the script may have run all
-        the same.
-        """
-        if not self.is_up:
-            return None
+    def submit(self, script: str, keys: Sequence[str], arguments: Sequence[Any]) -> "asyncio.Future[Any]":
+        """Have a Lua script run, after those submitted before. Its answer must not be nil: None says that Redis is not
+        to be relied on now, or failed; the script may have run all the same. Nobody need wait for it."""
         evaluation = Evaluation(script, keys, arguments)
-        self._waiting.append(evaluation)
-        self._is_wanted.set()
-        with deadline(timeout_s, lambda: give_up([evaluation])):
-            return await evaluation.answer
+        if self.is_up:
+            self._waiting.append(evaluation)
+            self._is_wanted.set()
+        else:
+            evaluation.answer.set_result(None)
+        return evaluation.answer
+
+    async def evaluate(self, script: str, keys: Sequence[str], arguments: Sequence[Any], timeout_s: float) -> Any:
+        """Submit, and wait so long for the answer: None when it does not come in time."""
+        answer = self.submit(script, keys, arguments)
+        with deadline(timeout_s, lambda: None if answer.done() else answer.set_result(None)):
+            return await answer
 
     async def run(self) -> None:
         """Check, and send, until cancelled."""

@@ -36,7 +36,9 @@ def make_authenticator(auth: AuthSettings, keys: Keys | None) -> Authenticator |
     if keys is not None:
         reader = ClaimsReader(ClaimNames(**settings.claims.model_dump()), frozenset(auth.default_scopes))
         issuer = None if settings.allow_any_issuer and not settings.issuer else settings.issuer
-        verifier = TokenVerifier(keys, reader, issuer, settings.audience, settings.leeway_s)
+        verifier = TokenVerifier(
+            keys, settings.allowed_algorithms, reader, issuer, settings.audience, settings.leeway_s
+        )
     principals = {
         bytes.fromhex(key.sha256): Principal(
             subject=key.subject,

@@ -92,6 +92,8 @@ class KeySet:
 
     async def seek(self, kid: str | None, algorithm: str) -> VerificationKey | None:
         """Refresh for a key id that is not known, if the budget allows, and look again."""
+        if kid is None and self.is_ready:
+            return None
         for _ in range(2):
             is_joining = self._round is not None
             if self._round is None:
@@ -116,8 +118,12 @@ class KeySet:
                 self._round = self._round or asyncio.Event()
                 await self._refresh()
                 self._end_round()
-                retry_s = FIRST_RETRY_S if self._error is None else min(retry_s * 2, MAX_RETRY_S)
-                await self._until_wanted(self._refresh_s if self._error is None else min(retry_s, self._refresh_s))
+                if self._error is None:
+                    retry_s = FIRST_RETRY_S
+                    await self._until_wanted(self._refresh_s)
+                else:
+                    await self._until_wanted(min(retry_s, self._refresh_s))
+                    retry_s = min(retry_s * 2, MAX_RETRY_S)
         finally:
             self._is_running = False
             self._end_round()

@@ -77,13 +77,17 @@ return 1
 
 
 class Redis(Protocol):
-    """Runs scripts. None: Redis is not to be relied on now, or failed, or took longer than `timeout_s`; the script may
-    have run all the same."""
+    """Runs scripts, in the order in which they come. None stands for an answer that cannot be had; the script may have
+    run all the same."""
 
     @property
     def is_up(self) -> bool: ...
 
-    async def evaluate(self, script: str, keys: Sequence[str], arguments: Sequence[Any], timeout_s: float) -> Any: ...
+    def submit(self, script: str, keys: Sequence[str], arguments: Sequence[Any]) -> "asyncio.Future[Any]": ...
+
+    async def evaluate(self, script: str, keys: Sequence[str], arguments: Sequence[Any], timeout_s: float) -> Any:
+        """Submit, and wait so long for the answer."""
+        ...
 
 
 class Held(NamedTuple):
@@ -148,11 +152,18 @@ class RedisCounts:
         self.abandon(lease)
         slots = self._owed.get(lease, ())
         windows = [window for window in plan.windows if window.kind == "tokens" and tokens]
-        if (slots or windows) and left_s > 0:
-            keys = [*map(self._key, windows), *map(self._key, slots)]
-            done = await self._redis.evaluate(SETTLE, keys, (self._window_ms, tokens, len(windows), lease), left_s)
-            if done is not None:
-                self._owed.pop(lease, None)
+        if slots or windows:
+            settled = self._submit_settle(lease, windows, slots, tokens)
+            if left_s > 0:
+                await asyncio.wait([settled], timeout=left_s)
+
+    def _submit_settle(
+        self, lease: str, windows: Sequence[Window], slots: Sequence[Slots], tokens: int
+    ) -> "asyncio.Future[Any]":
+        keys = [*map(self._key, windows), *map(self._key, slots)]
+        settled = self._redis.submit(SETTLE, keys, (self._window_ms, tokens, len(windows), lease))
+        settled.add_done_callback(lambda done: done.result() is not None and self._owed.pop(lease, None))
+        return settled
 
     async def run(self) -> None:
         """Renew the leases that are held, and give back those that could not be, until cancelled."""
@@ -160,26 +171,23 @@ class RedisCounts:
         while True:
             await asyncio.sleep(RETURN_S)
             for lease, slots in list(self._owed.items()):
-                keys = [self._key(item) for item in slots]
-                if await self._redis.evaluate(SETTLE, keys, (self._window_ms, 0, 0, lease), RETURN_S) is None:
-                    break
-                self._owed.pop(lease, None)
+                self._submit_settle(lease, (), slots, 0)
             now = time.monotonic()
             if now - renewed > self._lease_ms / 3000 and await self._renew_all():
                 renewed = now
 
     async def _renew_all(self) -> bool:
-        """Tell Redis of every lease that is held, and whether that worked."""
-        for lease, held in list(self._held.items()):
-            if not held.slots or lease not in self._held:
-                continue
-            self._held[lease] = held._replace(is_known=True)
-            keys = [self._key(item) for item in held.slots]
-            if await self._redis.evaluate(RENEW, keys, (self._lease_ms, lease), RETURN_S) is None:
-                return False
-            if lease not in self._held:  # settled meanwhile, and perhaps just before it was renewed
-                self._owed[lease] = held.slots
-        return True
+        """Tell Redis of every lease that is held, and whether that worked. Scripts run in order, so a lease that is
+        given back later than this stays given back."""
+        if not self._redis.is_up:
+            return False
+        renewals = []
+        for lease, held in self._held.items():
+            if held.slots:
+                self._held[lease] = held._replace(is_known=True)
+                keys = [self._key(item) for item in held.slots]
+                renewals.append(self._redis.submit(RENEW, keys, (self._lease_ms, lease)))
+        return None not in await asyncio.gather(*renewals)
 
     def _key(self, item: Window | Slots) -> str:
         return f"{self._prefix}:{item.key}"

@@ -1,7 +1,7 @@
 """Verifies JSON Web Tokens with PyJWT (RFC 7519, RFC 8725)."""
 
 import binascii
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -18,9 +18,16 @@ class TokenVerifier:
     """`issuer` None and an empty `audience` take any; what is checked must be in the token, and so must `exp`."""
 
     def __init__(
-        self, keys: Keys, reader: ClaimsReader, issuer: str | None, audience: Sequence[str], leeway_s: float
+        self,
+        keys: Keys,
+        algorithms: Iterable[str],
+        reader: ClaimsReader,
+        issuer: str | None,
+        audience: Sequence[str],
+        leeway_s: float,
     ) -> None:
         self.keys = keys
+        self._algorithms = frozenset(algorithms)
         self._reader = reader
         self._issuer = issuer
         self._audience = list(audience) or None
@@ -39,6 +46,8 @@ class TokenVerifier:
         if token.count(b".") != 2:
             raise InvalidToken("not three segments")
         kid, algorithm = read_header(token.partition(b".")[0])
+        if algorithm not in self._algorithms:
+            raise InvalidToken("its algorithm is not allowed")
         key = self.keys.find(kid, algorithm) or await self.keys.seek(kid, algorithm)
         if key is None:
             if not self.keys.is_ready:

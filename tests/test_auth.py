@@ -313,7 +313,8 @@ class Clock:
 
 def make_authenticator(clock: Clock, max_remembered: int = 10) -> tuple[Authenticator, TokenVerifier]:
     keys = StaticKey(secret_key(SECRET.encode(), ["HS256"]))
-    verifier = TokenVerifier(keys, ClaimsReader(ClaimNames(), frozenset()), ISSUER, [AUDIENCE], leeway_s=0)
+    reader = ClaimsReader(ClaimNames(), frozenset())
+    verifier = TokenVerifier(keys, ["HS256"], reader, ISSUER, [AUDIENCE], leeway_s=0)
     return Authenticator(verifier, ApiKeys({}), max_remembered, clock), verifier
 
 

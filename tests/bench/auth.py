@@ -45,7 +45,8 @@ async def measure(algorithm: str, count: int) -> tuple[float, float, float]:
     )
     tokens = [token(signing, algorithm, sub=f"user-{number}", **CLAIMS) for number in range(count)]
     headers = [f"Bearer {item}".encode() for item in tokens]
-    verifier = TokenVerifier(StaticKey(key), ClaimsReader(ClaimNames(), frozenset()), ISSUER, [AUDIENCE], 10)
+    reader = ClaimsReader(ClaimNames(), frozenset())
+    verifier = TokenVerifier(StaticKey(key), [algorithm], reader, ISSUER, [AUDIENCE], 10)
     authenticator = Authenticator(verifier, ApiKeys({}))
 
     async def decode(item: str) -> None:
