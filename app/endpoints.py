@@ -26,7 +26,6 @@ from .lifecycle import Lifecycle
 from .metrics import Metrics
 from .redis_link import RedisLink
 
-OPEN_PATHS = ("/health", "/health/live", "/health/ready", "/metrics")
 STATUS_OF_STATE = {"ready": "ok", "unresponsive": "degraded", "waiting": "down", "stopped": "down"}
 
 
@@ -99,7 +98,7 @@ def add_endpoints(
     authenticator: Authenticator | Everyone,
     started: int,
 ) -> None:
-    """Add all paths. Those of OPEN_PATHS need no token; every other one asks for a caller with a scope."""
+    """Add all paths. Health and metrics need no token; every other one asks for a caller with a scope."""
 
     def caller(scope: str) -> Any:
         async def find(request: Request) -> Principal:

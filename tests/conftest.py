@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from typing import Any, NamedTuple
 
@@ -13,6 +13,8 @@ import pytest
 from app.engines.scripted import Script, ScriptedEngine
 from app.gateway import Gateway
 from app.settings import Settings
+
+from .redis_server import RedisServer, redis_server
 
 CHAT = {"model": "demo", "messages": [{"role": "user", "content": "How are you?"}]}
 
@@ -131,6 +133,18 @@ async def serving(
 async def client() -> AsyncIterator[Client]:
     async with serving() as client:
         yield client
+
+
+@pytest.fixture(scope="module")
+def redis() -> Iterator[RedisServer]:
+    with redis_server() as server:
+        yield server
+
+
+async def until(condition: Callable[[], bool], timeout_s: float = 10) -> None:
+    async with asyncio.timeout(timeout_s):
+        while not condition():
+            await asyncio.sleep(0.005)
 
 
 def events_of(text: str) -> list[Any]:

@@ -2,7 +2,7 @@
 
 import asyncio
 import re
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from typing import Any
 
@@ -11,19 +11,13 @@ from openai import AsyncOpenAI, RateLimitError
 
 from app.engines.scripted import Gate, Script
 
-from .conftest import CHAT, Client, Connection, serving
+from .conftest import CHAT, Client, Connection, serving, until
 from .redis_server import RedisServer, redis_server, slow_proxy
 from .tokens import JWT_SETTINGS, bearer, token
 
 AUTH = {"jwt": JWT_SETTINGS}
 PROMPT_TOKENS = 3  # of CHAT, to the scripted engine
 ANSWER_TOKENS = 5
-
-
-@pytest.fixture(scope="module")
-def redis() -> Iterator[RedisServer]:
-    with redis_server() as server:
-        yield server
 
 
 def limits(redis_url: str | None = None, **quotas: Any) -> dict[str, Any]:
@@ -41,12 +35,6 @@ async def remaining(client: Client, kind: str, headers: dict[str, str]) -> int:
 async def open_stream(client: Client, headers: dict[str, str], **more: Any) -> Connection:
     connection = await client.open({**CHAT, "stream": True, **more}, headers=headers)
     return connection
-
-
-async def until(condition: Any, timeout_s: float = 10) -> None:
-    async with asyncio.timeout(timeout_s):
-        while not condition():
-            await asyncio.sleep(0.01)
 
 
 async def test_limit_is_told_in_openais_form_and_headers() -> None:

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -16,18 +16,13 @@ from auth.limits import Admission, Limiter, Policy
 from auth.principal import Principal, Quota
 from auth.shared_counts import RedisCounts
 
-from .redis_server import RedisServer, redis_server
+from .conftest import until
+from .redis_server import RedisServer
 
 ANN = Principal("ann", "acme")
 BOB = Principal("bob", "acme")
 EVE = Principal("eve", "other")
 WINDOW_S = 2
-
-
-@pytest.fixture(scope="module")
-def redis() -> Iterator[RedisServer]:
-    with redis_server() as server:
-        yield server
 
 
 @asynccontextmanager
@@ -316,9 +311,3 @@ async def members(redis: RedisServer, tenant: str) -> int:
         return int(await client.zcard(f"test:limits:tenant:{{{tenant}}}:running"))
     finally:
         await client.aclose()
-
-
-async def until(condition: Callable[[], bool], timeout_s: float = 10) -> None:
-    async with asyncio.timeout(timeout_s):
-        while not condition():
-            await asyncio.sleep(0.01)

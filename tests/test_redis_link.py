@@ -2,24 +2,18 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-import pytest
 from redis.asyncio import Redis
 
 from app.redis_link import MAX_BATCH, RedisLink
 
-from .redis_server import RedisServer, redis_server
+from .conftest import until
+from .redis_server import RedisServer
 
 ADD = "return redis.call('INCRBY', KEYS[1], ARGV[1])"
 FAIL = "return redis.error_reply('no')"
-
-
-@pytest.fixture(scope="module")
-def redis() -> Iterator[RedisServer]:
-    with redis_server() as server:
-        yield server
 
 
 @asynccontextmanager
@@ -27,17 +21,11 @@ async def linked(url: str, budget_s: float = 0.05) -> AsyncIterator[RedisLink]:
     link = RedisLink(url, budget_s)
     task = asyncio.create_task(link.run())
     try:
-        await until_up(link)
+        await until(lambda: link.is_up)
         yield link
     finally:
         task.cancel()
         await asyncio.wait([task])
-
-
-async def until_up(link: RedisLink, is_up: bool = True) -> None:
-    async with asyncio.timeout(10):
-        while link.is_up != is_up:
-            await asyncio.sleep(0.01)
 
 
 async def test_many_scripts_share_few_round_trips_and_keep_their_order(redis: RedisServer) -> None:
@@ -82,12 +70,12 @@ async def test_frozen_redis_costs_the_budget_until_the_breaker_opens_and_nothing
         redis.freeze()
         try:
             answers = [await link.evaluate(ADD, ["frozen"], [1], 0.02) for _ in range(3)]
-            await until_up(link, False)
+            await until(lambda: not link.is_up)
             assert answers == [None] * 3
             assert await link.evaluate(ADD, ["frozen"], [1], 60) is None
         finally:
             redis.thaw()
-        await until_up(link)
+        await until(lambda: link.is_up)
         assert await link.evaluate(ADD, ["thawed"], [1], 5) == 1
 
 

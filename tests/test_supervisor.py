@@ -13,7 +13,7 @@ from app.gateway import Gateway
 from routing.engine import Call
 from routing.errors import EngineConfigError, EngineError, EngineUnavailable
 
-from .conftest import CHAT, events_of, make_settings, serving
+from .conftest import CHAT, events_of, make_settings, serving, until
 
 CALL = Call("chat.completions", "demo", {"messages": [{"role": "user", "content": "x"}]}, "id")
 
@@ -29,12 +29,6 @@ async def supervised(engine: ScriptedEngine) -> AsyncIterator[SupervisedEngine]:
         await asyncio.wait([task])
         assert watched.status().state == "stopped"
         assert not engine.is_alive
-
-
-async def until(condition, timeout_s: float = 5.0) -> None:
-    async with asyncio.timeout(timeout_s):
-        while not condition():
-            await asyncio.sleep(0.005)
 
 
 async def test_engine_that_dies_while_idle_is_noticed_and_started_again() -> None:
