@@ -132,7 +132,8 @@ def test_config_check_knows_vllms_options(tmp_path: Path) -> None:
     file = tmp_path / "headrace.toml"
     options = 'dtype = "float32"\nmax_model_len = 512\nenable_prefix_caching = false\nhf_overrides = {a = 1}\n'
     for more, code in (("", 0), ("dtipe = 1", 1)):
-        file.write_text(f'[[pools]]\nname = "p"\nengine = "vllm"\n[pools.vllm]\nmodel = "x"\n{options}{more}\n')
+        pool = f'[[pools]]\nname = "p"\nengine = "vllm"\n[pools.vllm]\nmodel = "x"\n{options}{more}\n'
+        file.write_text(f'[auth]\nmode = "off"\n{pool}')
         command = [sys.executable, "-m", "app", "config", "check", "--config", str(file)]
         result = subprocess.run(command, capture_output=True, text=True)
         assert result.returncode == code, result.stderr
