@@ -39,6 +39,7 @@ from .tokens import (
 )
 
 OPEN = {"/health", "/health/live", "/health/ready", "/metrics"}
+KEY = SECRET.encode()
 TWO_MODELS = {
     "models": [{"name": "small", "pool": "demo"}, {"name": "large", "pool": "demo"}],
 }
@@ -86,19 +87,19 @@ def rsa_settings(tmp_path: Path, **more: Any) -> dict[str, Any]:
         (lambda: f"Bearer {by_hand({'alg': 'none'}, claims())}", "invalid_token"),
         (lambda: f"Bearer {by_hand({'alg': 'None', 'typ': 'JWT'}, claims())}", "invalid_token"),
         (lambda: f"Bearer {by_hand({'alg': 'HS256'}, claims())}", "invalid_token"),
-        (lambda: f"Bearer {by_hand({}, claims(), SECRET.encode())}", "invalid_token"),
-        (lambda: f"Bearer {by_hand({'alg': ['HS256']}, claims(), SECRET.encode())}", "invalid_token"),
-        (lambda: f"Bearer {by_hand({'alg': 'HS256', 'kid': 7}, claims(), SECRET.encode())}", "invalid_token"),
+        (lambda: f"Bearer {by_hand({}, claims(), KEY)}", "invalid_token"),
+        (lambda: f"Bearer {by_hand({'alg': ['HS256']}, claims(), KEY)}", "invalid_token"),
+        (lambda: f"Bearer {by_hand({'alg': 'HS256', 'kid': 7}, claims(), KEY)}", "invalid_token"),
         (
-            lambda: f"Bearer {by_hand({'alg': 'HS256', 'crit': ['x'], 'x': 1}, claims(), SECRET.encode())}",
+            lambda: f"Bearer {by_hand({'alg': 'HS256', 'crit': ['x'], 'x': 1}, claims(), KEY)}",
             "invalid_token",
         ),
         (
-            lambda: f"Bearer {by_hand({'alg': 'HS256', 'b64': False, 'crit': ['b64']}, '', SECRET.encode())}",
+            lambda: f"Bearer {by_hand({'alg': 'HS256', 'b64': False, 'crit': ['b64']}, '', KEY)}",
             "invalid_token",
         ),
-        (lambda: f"Bearer {by_hand([1], claims(), SECRET.encode())}", "invalid_token"),
-        (lambda: f"Bearer {by_hand({'alg': 'HS256'}, [1], SECRET.encode())}", "invalid_token"),
+        (lambda: f"Bearer {by_hand([1], claims(), KEY)}", "invalid_token"),
+        (lambda: f"Bearer {by_hand({'alg': 'HS256'}, [1], KEY)}", "invalid_token"),
         (lambda: f"Bearer {token(exp=int(time.time()) - 60)}", "expired_token"),
         (lambda: f"Bearer {token(exp=None)}", "invalid_token"),
         (lambda: f"Bearer {token(exp='soon')}", "invalid_token"),
