@@ -18,7 +18,7 @@ from .errors import AuthConfigError
 
 HMAC_BYTES = {"HS256": 32, "HS384": 48, "HS512": 64}  # the least that RFC 7518, section 3.2, allows
 RSA = frozenset({"RS256", "RS384", "RS512", "PS256", "PS384", "PS512"})
-CURVES = {"secp256r1": "ES256", "secp384r1": "ES384", "secp521r1": "ES512"}
+CURVES = {"secp256r1": "ES256", "secp384r1": "ES384", "secp521r1": "ES512", "secp256k1": "ES256K"}
 EDDSA = frozenset({"EdDSA"})
 PUBLIC = RSA | set(CURVES.values()) | EDDSA
 MIN_RSA_BITS = 2048  # RFC 7518, section 3.3

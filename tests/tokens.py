@@ -23,6 +23,7 @@ PRIVATE_KEYS: dict[str, Any] = {
     "ES256": ec.generate_private_key(ec.SECP256R1()),
     "ES384": ec.generate_private_key(ec.SECP384R1()),
     "ES512": ec.generate_private_key(ec.SECP521R1()),
+    "ES256K": ec.generate_private_key(ec.SECP256K1()),
     "EdDSA": ed25519.Ed25519PrivateKey.generate(),
 }
 
