@@ -23,15 +23,15 @@ from redis.exceptions import NoScriptError, RedisError
 logger = logging.getLogger("headrace")
 
 CHECK_S = 1.0
-CHECK_TIMEOUT_S = 1.0
+CHECK_TIMEOUT_S = 2.0
 FAILURES_TO_OPEN = 3  # in a row
 NOT_REACHED = "not reached yet"
-# A deadline comes in so many steps, each a timer of its own. An answer may be there and still wait for this event
-# loop, which is not Redis's fault: in a busy loop each step takes a pass of it at least, and so many passes are enough
-# for the batch before it and its own to be sent, read, and handed over.
+# A deadline comes in so many steps, each a timer of its own and a pass more. An answer may be there and still wait for
+# this event loop, which is not Redis's fault: in a busy loop each step takes two passes at least, and so many are
+# enough for the batch before it and its own to be sent, read, and handed over.
 DEADLINE_STEPS = 8
 TIMER_LAG = 0.15  # uvloop's timers have milliseconds and come late, so the steps together are shorter by this
-MAX_BATCH = 128  # a few milliseconds of Redis's time
+MAX_BATCH = 512  # some ten milliseconds of Redis's time; only a busy loop lets so many come together
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,11 +126,22 @@ class RedisLink:
                     await self._send(batch)
 
     async def _send(self, batch: list[Evaluation]) -> None:
+        """Run the batch. Each time that the budget passes without an answer counts as a failure; the connection is kept
+        until there are enough of those, since a new one takes several round trips."""
+
+        def late() -> None:
+            give_up(batch)
+            self._failed("TimeoutError")
+            if not self.is_up:
+                timeout.reschedule(0)
+
         try:
             async with asyncio.timeout(None) as timeout:
-                with deadline(self._budget_s, lambda: timeout.reschedule(0)):
+                with deadline(self._budget_s, late):
                     answers = await self._evaluate_all(batch)
-        except (RedisError, OSError) as exc:  # TimeoutError is an OSError
+        except TimeoutError:
+            return
+        except (RedisError, OSError) as exc:
             give_up(batch)
             self._failed(type(exc).__name__)
             return
@@ -185,6 +196,8 @@ class RedisLink:
         is_late = asyncio.Event()
         try:
             async with asyncio.timeout(CHECK_TIMEOUT_S):
+                if not self.is_up:
+                    await self._client.ping()  # on a new connection, perhaps, which takes several round trips
                 with deadline(self._budget_s, is_late.set):
                     await self._client.ping()
         except (RedisError, OSError) as exc:  # TimeoutError is an OSError
@@ -202,19 +215,25 @@ class RedisLink:
 
 @contextmanager
 def deadline(timeout_s: float, late: Callable[[], None]) -> Iterator[None]:
-    """Call `late` unless the context is left within `timeout_s`, or within as many passes of the event loop as there
+    """Call `late` whenever `timeout_s` have passed in the context, or twice as many passes of the event loop as there
     are steps, whichever is longer."""
     loop = asyncio.get_running_loop()
     step_s = timeout_s * (1 - TIMER_LAG) / DEADLINE_STEPS
-    timer = loop.call_later(step_s, lambda: step(DEADLINE_STEPS - 1))
+
+    timer: asyncio.Handle | None = None
+
+    def one_pass_more(left: int) -> None:
+        nonlocal timer
+        timer = loop.call_soon(step, left)
 
     def step(left: int) -> None:
         nonlocal timer
         if left == 0:
             late()
-        else:
-            timer = loop.call_later(step_s, step, left - 1)
+            left = DEADLINE_STEPS
+        timer = loop.call_later(step_s, one_pass_more, left - 1)
 
+    timer = loop.call_later(step_s, one_pass_more, DEADLINE_STEPS - 1)
     try:
         yield
     finally:
