@@ -7,7 +7,7 @@ much for fifty as for one.
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
@@ -73,7 +73,7 @@ class RedisLink:
         )
         self._client = Redis(connection_pool=self._pool)
         self._budget_s = budget_s
-        # Mutable state, changed by `_succeeded`, `_failed`, and `_open`.
+        # Mutable state, changed by `_send`, `_failed`, `_open`, and `_check`.
         self.is_up = False
         self._failures_in_a_row = 0
         self._failures = 0
@@ -100,7 +100,7 @@ class RedisLink:
     async def evaluate(self, script: str, keys: Sequence[str], arguments: Sequence[Any], timeout_s: float) -> Any:
         """Submit, and wait so long for the answer: None when it does not come in time."""
         answer = self.submit(script, keys, arguments)
-        with deadline(timeout_s, lambda: None if answer.done() else answer.set_result(None)):
+        with deadline(timeout_s, lambda: give_up([answer])):
             return await answer
 
     async def run(self) -> None:
@@ -111,7 +111,7 @@ class RedisLink:
                 group.create_task(self._send_for_ever())
         finally:
             self.is_up = False
-            give_up(self._waiting)
+            give_up(evaluation.answer for evaluation in self._waiting)
             await self._client.aclose()
             await self._pool.disconnect()
 
@@ -130,7 +130,7 @@ class RedisLink:
         until there are enough of those, since a new one takes several round trips."""
 
         def late() -> None:
-            give_up(batch)
+            give_up(evaluation.answer for evaluation in batch)
             self._failed("TimeoutError")
             if not self.is_up:
                 timeout.reschedule(0)
@@ -142,11 +142,11 @@ class RedisLink:
         except TimeoutError:
             return
         except (RedisError, OSError) as exc:
-            give_up(batch)
+            give_up(evaluation.answer for evaluation in batch)
             self._failed(type(exc).__name__)
             return
         except asyncio.CancelledError:
-            give_up(batch)
+            give_up(evaluation.answer for evaluation in batch)
             raise
         error = next((answer for answer in answers if isinstance(answer, Exception)), None)
         for evaluation, answer in zip(batch, answers, strict=True):
@@ -184,7 +184,7 @@ class RedisLink:
         if self.is_up or self._error == NOT_REACHED:
             logger.warning("Redis fails (%s); this replica goes by its own counts until it is back", error)
         self.is_up, self._error = False, error
-        give_up(self._waiting)
+        give_up(evaluation.answer for evaluation in self._waiting)
 
     async def _check_for_ever(self) -> None:
         while True:
@@ -240,10 +240,10 @@ def deadline(timeout_s: float, late: Callable[[], None]) -> Iterator[None]:
         timer.cancel()
 
 
-def give_up(batch: list[Evaluation]) -> None:
-    for evaluation in batch:
-        if not evaluation.answer.done():
-            evaluation.answer.set_result(None)
+def give_up(answers: Iterable["asyncio.Future[Any]"]) -> None:
+    for answer in answers:
+        if not answer.done():
+            answer.set_result(None)
 
 
 @cache

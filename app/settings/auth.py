@@ -82,9 +82,8 @@ class JwtSettings(Section):
 
     @model_validator(mode="after")
     def _keys_fit_algorithms(self) -> Self:
-        sources = [name for name in KEY_SOURCES if getattr(self, name) is not None]
-        if len(sources) > 1:
-            raise ValueError(f"{sources[0]} and {sources[1]} exclude each other")
+        if len(self._sources) > 1:
+            raise ValueError(f"{self._sources[0]} and {self._sources[1]} exclude each other")
         if self.has_keys and not self.issuer and not self.allow_any_issuer:
             raise ValueError("issuer is needed (or allow_any_issuer = true)")
         if self.has_keys and not self.audience and not self.allow_any_audience:
@@ -102,12 +101,15 @@ class JwtSettings(Section):
 
     @property
     def is_discovered(self) -> bool:
-        is_given = any(getattr(self, name) is not None for name in KEY_SOURCES)
-        return not is_given and self.issuer is not None and "://" in self.issuer
+        return not self._sources and self.issuer is not None and "://" in self.issuer
 
     @property
     def has_keys(self) -> bool:
-        return self.is_discovered or any(getattr(self, name) is not None for name in KEY_SOURCES)
+        return self.is_discovered or bool(self._sources)
+
+    @property
+    def _sources(self) -> list[str]:
+        return [name for name in KEY_SOURCES if getattr(self, name) is not None]
 
     @property
     def allowed_algorithms(self) -> tuple[str, ...]:
