@@ -1,0 +1,1 @@
+"""Answers that need not be computed again: keys, tiers, and flights. Imports nothing of the other packages."""
