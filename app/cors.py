@@ -12,6 +12,8 @@ from .errors import OriginNotAllowed, describe
 
 EXPOSED = [
     "X-Request-ID",
+    "Cache-Status",
+    "Age",
     "Retry-After",
     "WWW-Authenticate",
     *(f"X-RateLimit-{what}-{kind}" for what in ("Limit", "Remaining", "Reset") for kind in ("Requests", "Tokens")),

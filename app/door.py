@@ -9,17 +9,19 @@ import logging
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
-import orjson
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from auth.errors import LimitExceeded
 from auth.plan import tightest
-from routing.engine import Event
+from cache.errors import NotInCache
+from cache.store import Hit
 
+from . import cache_headers
+from .answers import Place, Wanted, whole_body
+from .bodies import parse
 from .errors import (
     ClientGone,
     Failure,
-    InvalidJSON,
     InvalidRequest,
     MethodNotAllowed,
     RequestTimeout,
@@ -33,12 +35,10 @@ from .lifecycle import Lifecycle
 from .logs import Access
 from .metrics import Metrics
 from .operations import OPERATIONS, Operation
-from .pipeline import Pipeline, Ready
-from .sse import EventStream, close, encode, first_event
+from .pipeline import Caller, Pipeline
+from .sse import DONE, EventStream, close, encode, encode_error, first_events
 
 logger = logging.getLogger("headrace")
-
-MAX_DEPTH = 100  # of a body; tool schemas stay far below it
 
 T = TypeVar("T")
 
@@ -100,13 +100,46 @@ class Door:
                 exchange.admission = caller.admission
                 self._check_head(headers)
                 body = await self._read_body(receive)
-                ready = self._pipeline.prepare(operation, parse(body), caller, access)
-                if ready.stream:
-                    await self._stream(ready, exchange, receive, end)
+                control = cache_headers.read_cache_control(headers.get(b"cache-control"))
+                last_event_id = headers.get(b"last-event-id")
+                wanted = self._pipeline.prepare(
+                    operation, parse(body), caller.principal, control, last_event_id, access
+                )
+                source = await self._pipeline.find(wanted)
+                exchange.note_source(source, wanted.obstacle, control)
+                if isinstance(source, Hit):
+                    await self._recall(wanted, caller, source, exchange, headers)
+                elif wanted.stream:
+                    await self._stream(wanted, caller, source, exchange, receive, end)
                 else:
-                    answer = await until_gone(self._pipeline.answer(ready), receive, end)
-                    gzip_allowed = accepts_gzip(headers.get(b"accept-encoding", b""))
-                    await exchange.reply(200, answer.body, gzip_allowed=gzip_allowed)
+                    await self._answer(wanted, caller, source, exchange, headers, receive, end)
+
+    async def _recall(
+        self, wanted: Wanted, caller: Caller, hit: Hit, exchange: Exchange, headers: dict[bytes, bytes]
+    ) -> None:
+        if not wanted.stream:
+            body = await self._pipeline.recall(wanted, caller, hit)
+            await exchange.reply(200, body, gzip_allowed=accepts_gzip(headers.get(b"accept-encoding", b"")))
+            return
+        frames = [encode(event) async for events in self._pipeline.stream(wanted, caller, hit) for event in events]
+        await exchange.reply_stream([*frames, DONE])
+
+    async def _answer(
+        self,
+        wanted: Wanted,
+        caller: Caller,
+        place: Place,
+        exchange: Exchange,
+        headers: dict[bytes, bytes],
+        receive: Receive,
+        end: "asyncio.Future[None]",
+    ) -> None:
+        landed = await until_gone(self._pipeline.answer(wanted, caller, place), receive, end)
+        if landed.is_stored and place.leads:
+            exchange.cache_status += b"; stored"
+        body = landed.body if landed.entry is None else whole_body(landed.entry)
+        assert body is not None
+        await exchange.reply(200, body, gzip_allowed=accepts_gzip(headers.get(b"accept-encoding", b"")))
 
     def _check_head(self, headers: dict[bytes, bytes]) -> None:
         """What can be refused before a byte of the body is read."""
@@ -138,9 +171,17 @@ class Door:
             if not message.get("more_body", False):
                 return parts[0] if len(parts) == 1 else b"".join(parts)
 
-    async def _stream(self, ready: Ready, exchange: Exchange, receive: Receive, end: "asyncio.Future[None]") -> None:
-        events = self._pipeline.stream(ready)
-        first = asyncio.create_task(first_event(events))
+    async def _stream(
+        self,
+        wanted: Wanted,
+        caller: Caller,
+        place: Place,
+        exchange: Exchange,
+        receive: Receive,
+        end: "asyncio.Future[None]",
+    ) -> None:
+        events = self._pipeline.stream(wanted, caller, place)
+        first = asyncio.create_task(first_events(events))
         try:
             # An error before the first event is an HTTP error still. A first ping starts the response, though.
             await wait_unless_gone(first, receive, end, self._ping_s)
@@ -154,7 +195,7 @@ class Door:
             first,
             events,
             end,
-            encode_error=lambda exc: encode(Event(self._failure(exc, access).body(access.request_id))),
+            encode_error=lambda exc: encode_error(self._failure(exc, access).body(access.request_id)),
             headers={name.decode(): value.decode() for name, value in exchange.own_headers()},
             ping_s=self._ping_s,
         )
@@ -171,6 +212,8 @@ class Door:
             headers += limit_headers(tightest(exc.standings))
         if isinstance(exc, RequestTooLarge | RequestTimeout | ShuttingDown):
             headers.append((b"connection", b"close"))
+        if isinstance(exc, NotInCache):
+            exchange.cache_status = cache_headers.NOT_IN_CACHE
         body = failure.body(exchange.access.request_id)
         is_still_sent = isinstance(exc, RequestTooLarge)
         await exchange.reply(failure.status, body, headers, linger=receive if is_still_sent else None)
@@ -183,32 +226,6 @@ class Door:
         if not is_known(exc):
             logger.error("request %s failed", access.request_id, exc_info=exc)
         return failure
-
-
-def parse(body: bytes) -> Any:
-    """Decode JSON. Raises: InvalidJSON, also for NaN, for text that is not UTF-8, and for nesting beyond MAX_DEPTH."""
-    try:
-        document = orjson.loads(body)
-    except orjson.JSONDecodeError as exc:
-        raise InvalidJSON(f"The body is not JSON: {exc.msg} (line {exc.lineno}, column {exc.colno}).") from None
-    if body.count(b"[") + body.count(b"{") > MAX_DEPTH and depth_exceeds(document, MAX_DEPTH):
-        raise InvalidRequest(f"The body is nested more than {MAX_DEPTH} deep.")
-    return document
-
-
-def depth_exceeds(document: Any, limit: int) -> bool:
-    """Whether lists and objects stand more than `limit` deep in each other; found without recursion."""
-    level = [document]
-    for _ in range(limit + 1):
-        level = [
-            child
-            for node in level
-            for child in (node.values() if isinstance(node, dict) else node if isinstance(node, list) else ())
-            if isinstance(child, dict | list)
-        ]
-        if not level:
-            return False
-    return True
 
 
 async def until_gone(work: Coroutine[Any, Any, T], receive: Receive, end: "asyncio.Future[None]") -> T:

@@ -7,21 +7,24 @@ from datetime import UTC, datetime
 from typing import Annotated, Any
 
 import psutil
-from fastapi import Depends, FastAPI, Request, Response
+from cache.disk import DiskTier
+from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 from starlette.middleware.gzip import GZipMiddleware
 
-from auth.authenticator import Authenticator, Everyone
 from auth.errors import AuthError
 from auth.jwks import KeySet
 from auth.principal import Principal
-from routing.errors import ModelNotFound
+from cache.errors import CacheError
+from routing.errors import RoutingError
 from routing.models import Models
 
 from . import __version__
+from .cache_endpoints import CacheParts, add_cache_endpoints
+from .callers import Callers
 from .engines.supervisor import SupervisedEngine
-from .errors import Failure, MethodNotAllowed, NotFound, describe
+from .errors import Failure, MethodNotAllowed, NotFound, Refusal, describe
 from .lifecycle import Lifecycle
 from .metrics import Metrics
 from .redis_link import RedisLink
@@ -39,10 +42,12 @@ class Health:
         metrics: Metrics,
         redis: RedisLink | None,
         key_set: KeySet | None,
+        disk: DiskTier | None,
     ) -> None:
         self._engines = engines
         self._redis = redis
         self._key_set = key_set
+        self._disk = disk
         self._lifecycle = lifecycle
         self._metrics = metrics
         self._process = psutil.Process()
@@ -59,6 +64,9 @@ class Health:
         if self._redis is not None:
             status = self._redis.status()
             components["redis"] = {"status": "ok" if status.is_up else "down", **asdict(status)}
+        if self._disk is not None:
+            error = self._disk.last_error
+            components["disk"] = {"status": "ok" if error is None else "down", "last_error": error}
         if self._key_set is not None:
             keys = self._key_set.status()
             state = "down" if keys.age_s is None else "degraded" if keys.last_error else "ok"
@@ -95,21 +103,11 @@ def add_endpoints(
     models: Models,
     health: Health,
     metrics: Metrics,
-    authenticator: Authenticator | Everyone,
+    callers: Callers,
+    cache: CacheParts,
     started: int,
 ) -> None:
     """Add all paths. Health and metrics need no token; every other one asks for a caller with a scope."""
-
-    def caller(scope: str) -> Any:
-        async def find(request: Request) -> Principal:
-            header = request.headers.get("authorization")
-            principal = await authenticator.authenticate(None if header is None else header.encode("latin-1"))
-            access = request.state.access
-            access.tenant, access.subject = principal.tenant, principal.subject
-            principal.check_scope(scope)
-            return principal
-
-        return Depends(find)
 
     @app.get("/health")
     async def overall() -> JSONResponse:
@@ -131,15 +129,16 @@ def add_endpoints(
         return {"id": name, "object": "model", "created": started, "owned_by": "headrace"}
 
     @app.get("/v1/models")
-    async def list_models(principal: Annotated[Principal, caller("inference")]) -> JSONResponse:
+    async def list_models(principal: Annotated[Principal, callers.with_scope("inference")]) -> JSONResponse:
         names = [model.name for model in models if principal.may_use(model.name)]
         return JSONResponse({"object": "list", "data": [entry(name) for name in names]})
 
     @app.get("/v1/models/{name:path}")
-    async def show_model(name: str, principal: Annotated[Principal, caller("inference")]) -> JSONResponse:
+    async def show_model(name: str, principal: Annotated[Principal, callers.with_scope("inference")]) -> JSONResponse:
         principal.check_model(name, exists=name in models)
         return JSONResponse(entry(models.find(name).name))
 
+    add_cache_endpoints(app, cache, callers)
     app.add_middleware(GZipMiddleware, minimum_size=1024)
     add_error_handlers(app)
 
@@ -170,5 +169,5 @@ def add_error_handlers(app: FastAPI) -> None:
         request.state.access.reason = getattr(exc, "reason", None)
         return exc
 
-    for kind in (ModelNotFound, AuthError, Exception):
+    for kind in (RoutingError, AuthError, CacheError, Refusal, Exception):
         app.add_exception_handler(kind, handle(as_it_is))

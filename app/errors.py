@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 
 import orjson
+from cache.continuation import Diverged
 
 from auth.errors import (
     ConcurrencyLimitExceeded,
@@ -16,6 +17,7 @@ from auth.errors import (
     ModelNotAllowed,
     RateLimitExceeded,
 )
+from cache.errors import FlightAborted, NotInCache, StreamGone
 from routing.errors import (
     ContextLengthExceeded,
     EngineDied,
@@ -129,6 +131,14 @@ class Failure:
         return headers
 
 
+class Relayed(Exception):
+    """What went wrong at another replica, as it would have left there."""
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(failure.message)
+        self.failure = failure
+
+
 _CALLER = "invalid_request_error"
 _SERVER = "server_error"
 _AUTHENTICATION = "authentication_error"
@@ -152,6 +162,10 @@ _TABLE: tuple[tuple[type[Exception], int, str, str], ...] = (
     (ConcurrencyLimitExceeded, 429, "requests", "concurrency_limit_exceeded"),
     (OriginNotAllowed, 403, _PERMISSION, "origin_not_allowed"),
     (ShuttingDown, 503, _SERVER, "shutting_down"),
+    (NotInCache, 504, _CALLER, "not_in_cache"),
+    (StreamGone, 404, _CALLER, "stream_not_found"),
+    (FlightAborted, 503, _SERVER, "engine_unavailable"),
+    (Diverged, 502, _SERVER, "engine_error"),
     (ModelNotFound, 404, _CALLER, "model_not_found"),
     (ContextLengthExceeded, 400, _CALLER, "context_length_exceeded"),
     (RequestRejected, 400, _CALLER, "invalid_request"),
@@ -166,6 +180,8 @@ _INTERNAL = Failure(500, _SERVER, "internal_error", "The gateway failed at this 
 
 def describe(exc: BaseException) -> Failure:
     """Translate an error. What the table does not know says nothing of itself to the caller."""
+    if isinstance(exc, Relayed):
+        return exc.failure
     for kind, status, type_, code in _TABLE:
         if isinstance(exc, kind):
             param = "model" if isinstance(exc, ModelNotFound | ModelNotAllowed) else getattr(exc, "param", None)
@@ -194,4 +210,4 @@ def _challenge(exc: BaseException) -> str | None:
 
 def is_known(exc: BaseException) -> bool:
     """Whether the table has a row for it; what it does not know is a fault of ours, and worth a trace in the log."""
-    return isinstance(exc, tuple(kind for kind, *_ in _TABLE))
+    return isinstance(exc, (Relayed, *(kind for kind, *_ in _TABLE)))

@@ -5,17 +5,27 @@ import contextlib
 import gzip
 import math
 import re
+import time
 import uuid
 
 from starlette.types import Message, Receive, Scope, Send
 
 from auth.limits import Admission
 from auth.plan import Standing
+from cache.store import Hit
 
+from . import cache_headers
+from .answers import Place
+from .cache_headers import CacheControl
 from .logs import Access
 
 REQUEST_ID = re.compile(rb"[A-Za-z0-9._~:/+=-]{1,128}")
 JSON = (b"content-type", b"application/json")
+STREAM = (  # as sse-starlette's
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-store"),
+    (b"x-accel-buffering", b"no"),
+)
 MIN_GZIP_BYTES = 1024
 GZIP_IN_THREAD_BYTES = 65536  # above it, compressing takes longer than handing it to a thread
 LINGER_S = 2.0
@@ -30,12 +40,31 @@ class Exchange:
         self.scope = scope
         self.access = Access(request_id, scope["method"], scope["path"][:200])
         self.admission: Admission | None = None
+        self.cache_status: bytes = b""
+        self.age_s: int | None = None
         self._send = send
 
     def own_headers(self) -> list[tuple[bytes, bytes]]:
         """Those of every answer: the request's id, and how the caller's limits stand."""
         headers = [(b"x-request-id", self.access.request_id.encode())]
+        if self.cache_status:
+            headers.append((b"cache-status", self.cache_status))
+        if self.age_s is not None:
+            headers.append((b"age", b"%d" % self.age_s))
         return headers if self.admission is None else headers + limit_headers(self.admission.tightest())
+
+    def note_source(self, source: Hit | Place, obstacle: str | None, control: CacheControl) -> None:
+        """What the answer's headers will say of where it came from."""
+        if isinstance(source, Hit):
+            now = time.time()
+            self.age_s = max(0, int(now - source.entry.made_at))
+            self.cache_status = cache_headers.hit(source.entry.expires_at - now, source.tier)
+        elif obstacle is not None:
+            self.cache_status = cache_headers.bypass(obstacle)
+        elif not source.leads:
+            self.cache_status = cache_headers.COLLAPSED
+        else:
+            self.cache_status = cache_headers.REQUEST if control.no_cache else cache_headers.MISS
 
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
@@ -70,6 +99,12 @@ class Exchange:
             await read_on(linger)
             body = b""
         await self.send({"type": "http.response.body", "body": body})
+
+    async def reply_stream(self, frames: list[bytes]) -> None:
+        """Send a whole event stream: every event is there already."""
+        headers = [*STREAM, *self.own_headers()]
+        await self.send({"type": "http.response.start", "status": 200, "headers": headers})
+        await self.send({"type": "http.response.body", "body": b"".join(frames)})
 
 
 async def read_on(receive: Receive) -> None:

@@ -4,17 +4,33 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from hashlib import blake2b
+from typing import Protocol
 
+import orjson
+from cache.disk import DiskTier
+from cache.memory import MemoryTier
+from cache.redis import RedisTier
 from fastapi import FastAPI
 from prometheus_fastapi_instrumentator import Instrumentator
 
 from auth.jwks import KeySet
 from auth.limits import Limiter
 from auth.shared_counts import RedisCounts
+from cache.clearing import Clearings
+from cache.commons import RedisCommons
+from cache.flight import Flights
+from cache.key import KeyMaker
+from cache.store import ResponseCache
+from cache.tier import Tier
 from routing.engine import Engine
 from routing.models import Model, Models
 
 from . import __version__
+from .answers import Answers, Landed
+from .cache_endpoints import CacheParts
+from .cache_report import CacheReport
+from .callers import Callers
 from .connections import Connections
 from .cors import Cors
 from .door import Door
@@ -26,9 +42,17 @@ from .logs import logging_config
 from .metrics import Metrics, Parts
 from .pipeline import Pipeline
 from .redis_link import RedisLink
+from .relay import CODEC
 from .security import make_authenticator, make_keys, make_policy
 from .server import Server, raise_file_limit
-from .settings import BUILTIN_MODEL, PoolSettings, Settings
+from .settings import BUILTIN_MODEL, CacheSettings, ModelSettings, PoolSettings, Settings
+from .warming import StartupWarming, Warmer
+
+
+class Part(Protocol):
+    """Runs until it is cancelled."""
+
+    async def run(self) -> None: ...
 
 
 class Gateway:
@@ -41,8 +65,14 @@ class Gateway:
             pool.name: SupervisedEngine(pool.name, given.get(pool.name) or make_engine(pool, settings))
             for pool in settings.pools
         }
+        pools = {pool.name: pool for pool in settings.pools}
         models = Models(
-            {model.name: Model(model.name, model.pool, self.engines[model.pool]) for model in settings.offered_models()}
+            {
+                model.name: Model(
+                    model.name, model.pool, self.engines[model.pool], revision_of(model, pools[model.pool])
+                )
+                for model in settings.offered_models()
+            }
         )
         supervised = list(self.engines.values())
         self.lifecycle = Lifecycle(server.drain.settle_s, server.drain.drain_s)
@@ -60,7 +90,33 @@ class Gateway:
         self.redis = RedisLink(redis.url, budget_s) if redis.url is not None else None
         self._counts = RedisCounts(self.redis, redis.namespace, budget_s) if self.redis else None
         limiter = Limiter(make_policy(settings.limits), self._counts)
+        cache = settings.cache
+        disk = None
+        if cache.enabled and cache.disk.path is not None:
+            disk = DiskTier(cache.disk.path, cache.disk.max_bytes, cache.disk.compression)
+        self.cache = make_cache(cache, self.redis, disk) if cache.enabled else None
+        flights = settings.singleflight
+        commons = None
+        if self.redis is not None and flights.scope == "cluster":
+            cache_budget_s = cache.time_budget_ms / 1000
+            commons = RedisCommons[Landed](self.redis, redis.namespace, CODEC, cache_budget_s, flights.resume_s)
+        self.flights = Flights[Landed](flights.resume_s, flights.linger_s, commons)
+        self.answers = Answers(
+            KeyMaker(cache.policy, cache.scope),
+            self.cache,
+            self.flights,
+            flights.scope != "off",
+            cache.ttl_s,
+            {model.name: model.cache_ttl_s for model in settings.models if model.cache_ttl_s is not None},
+        )
 
+        pipeline = Pipeline(authenticator, limiter, models, self.answers, server.max_choices)
+        clearings = (
+            None
+            if self.cache is None
+            else Clearings(self.cache, self.redis, redis.namespace, cache.time_budget_ms / 1000)
+        )
+        warmer = Warmer(pipeline)
         self.metrics = Metrics()
         self.metrics.show(
             Parts(
@@ -71,19 +127,47 @@ class Gateway:
                 limiter,
                 self.redis,
                 self._key_set,
+                self.answers,
+                self.cache,
+                self.flights,
             )
         )
-        self.health = Health(supervised, self.lifecycle, self.metrics, self.redis, self._key_set)
+        self.health = Health(supervised, self.lifecycle, self.metrics, self.redis, self._key_set, disk)
+        report = CacheReport(self.answers, self.cache, self.flights, self.metrics, self.redis, lambda: warmer.running)
+        cache_parts = CacheParts(pipeline, clearings, report, warmer, server.max_body_bytes, cache.warm_requests_per_s)
+        start_up = (
+            None
+            if cache.warm_file is None
+            else StartupWarming(
+                warmer, cache.warm_file, cache.warm_tenant, cache.warm_requests_per_s, lambda: self.health.is_ready
+            )
+        )
+        self._parts = [
+            part
+            for part in (
+                *supervised,
+                self.redis,
+                self._counts,
+                self._key_set,
+                disk,
+                self.flights,
+                clearings,
+                report,
+                start_up,
+            )
+            if part is not None
+        ]
 
         inner = self.inner = FastAPI(title="Headrace", version=__version__, openapi_url=None, lifespan=self._lifespan)
         inner.router.redirect_slashes = False
-        add_endpoints(inner, models, self.health, self.metrics, authenticator, started=int(time.time()))
+        callers = Callers(authenticator)
+        add_endpoints(inner, models, self.health, self.metrics, callers, cache_parts, started=int(time.time()))
         Instrumentator(registry=self.metrics.registry, excluded_handlers=["/metrics"]).instrument(
             inner, metric_namespace="headrace"
         )
         door = Door(
             inner,
-            Pipeline(authenticator, limiter, models, server.max_choices),
+            pipeline,
             self.lifecycle,
             self.metrics,
             max_body_bytes=server.max_body_bytes,
@@ -97,15 +181,12 @@ class Gateway:
     async def _lifespan(self, app: FastAPI) -> AsyncIterator[None]:
         """Engines run from here on; the gateway listens while they start."""
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(self._look_after(engine)) for engine in self.engines.values()]
-            for part in (self.redis, self._counts, self._key_set):
-                if part is not None:
-                    tasks.append(group.create_task(self._look_after(part)))
+            tasks = [group.create_task(self._look_after(part)) for part in self._parts]
             yield
             for task in tasks:
                 task.cancel()
 
-    async def _look_after(self, part: SupervisedEngine | RedisLink | RedisCounts | KeySet) -> None:
+    async def _look_after(self, part: Part) -> None:
         try:
             await part.run()
         except Exception as exc:
@@ -134,4 +215,25 @@ def make_engine(pool: PoolSettings, settings: Settings) -> Engine:
         cache_dir=settings.cache_dir,
         is_builtin=options["model"] == BUILTIN_MODEL,
         log_config=logging_config(monitoring.log_format, monitoring.log_level, monitoring.engine_log_level),
+    )
+
+
+def revision_of(model: ModelSettings, pool: PoolSettings) -> str:
+    """Differs whenever the settings of what answers do."""
+    options = pool.model_dump(mode="json", include={"engine", "vllm", "scripted"})
+    digest = blake2b(orjson.dumps(options, option=orjson.OPT_SORT_KEYS), digest_size=16).hexdigest()
+    return f"{digest}:{model.revision}"
+
+
+def make_cache(settings: CacheSettings, redis: RedisLink | None, disk: DiskTier | None) -> ResponseCache:
+    memory = settings.memory
+    lower: list[Tier] = []
+    if redis is not None:
+        lower.append(RedisTier(redis, settings.redis.namespace, settings.time_budget_ms / 1000))
+    if disk is not None:
+        lower.append(disk)
+    return ResponseCache(
+        MemoryTier(memory.capacity, memory.max_memory_bytes, memory.eviction) if memory.enabled else None,
+        lower,
+        settings.max_entry_bytes,
     )

@@ -37,6 +37,8 @@ class Access:
     reason: str | None = None
     first_token: float | None = None
     usage: Usage | None = None
+    cache: str | None = None
+    cache_detail: str | None = None
     duration_s: float = 0.0
 
     @property
@@ -66,6 +68,8 @@ class Access:
             "outcome": self.outcome,
             "error": self.error,
             "reason": self.reason,
+            "cache": self.cache,
+            "cache_detail": self.cache_detail,
             "ttft_ms": None if ttft_s is None else round(ttft_s * 1000, 2),
             "duration_ms": round(self.duration_s * 1000, 2),
             "prompt_tokens": self.usage and self.usage.prompt_tokens,

@@ -1,17 +1,22 @@
-"""The walk of a request, in the order of its steps; it knows nothing of HTTP."""
+"""The walk of a request, in the order of its steps; it knows nothing of HTTP but two headers' meaning."""
 
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import aclosing, asynccontextmanager
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from auth.authenticator import Authenticator, Everyone
 from auth.limits import Admission, Limiter
 from auth.principal import Principal
-from routing.engine import Answer, Answerer, Call, Event, Usage
+from cache.flight import LogEvent, seated
+from cache.key import Question
+from cache.store import Hit
+from routing.engine import Usage
 from routing.models import Models
 
+from .answers import Answers, Landed, Place, Renamer, Wanted, replayed, usage_in, whole_body
+from .cache_headers import CacheControl
 from .errors import InvalidRequest
 from .logs import Access
 from .operations import Operation
@@ -25,25 +30,19 @@ class Caller:
     admission: Admission
 
 
-@dataclass(frozen=True, slots=True)
-class Ready:
-    """A request that was understood, and the engine that will answer it."""
-
-    caller: Caller
-    engine: Answerer
-    call: Call
-    access: Access
-    stream: bool
-    tells_usage: bool
-
-
 class Pipeline:
     def __init__(
-        self, authenticator: Authenticator | Everyone, limiter: Limiter, models: Models, max_choices: int
+        self,
+        authenticator: Authenticator | Everyone,
+        limiter: Limiter,
+        models: Models,
+        answers: Answers,
+        max_choices: int,
     ) -> None:
         self._authenticator = authenticator
         self._limiter = limiter
         self._models = models
+        self._answers = answers
         self._max_choices = max_choices
 
     @asynccontextmanager
@@ -61,8 +60,16 @@ class Pipeline:
         finally:
             await admission.settle()
 
-    def prepare(self, operation: Operation, document: Any, caller: Caller, access: Access) -> Ready:
-        """Understand the request and choose its engine, without waiting for anything.
+    def prepare(
+        self,
+        operation: Operation,
+        document: Any,
+        principal: Principal,
+        control: CacheControl,
+        last_event_id: bytes | None,
+        access: Access,
+    ) -> Wanted:
+        """Understand the request, without waiting for anything.
 
         Raises: InvalidRequest, ModelNotAllowed, ModelNotFound.
         """
@@ -73,22 +80,25 @@ class Pipeline:
         name = body.get("model")
         if not isinstance(name, str):
             raise InvalidRequest("`model` must be given, as a string.", "model")
-        stream = body.get("stream", False)
+        stream = body.pop("stream", False)
         if not isinstance(stream, bool):
             raise InvalidRequest("`stream` must be true or false.", "stream")
         self._check_choices(operation, body)
-        caller.principal.check_model(name, exists=name in self._models)
+        principal.check_model(name, exists=name in self._models)
         model = self._models.find(name)
         access.model, access.stream = model.name, stream
-
-        options = body.get("stream_options", {})
+        options = body.pop("stream_options", {})
         if not isinstance(options, dict):
             raise InvalidRequest("`stream_options` must be an object.", "stream_options")
-        if stream:
-            # The gateway counts tokens; a caller who did not ask for the usage event does not see it.
-            body["stream_options"] = {**options, "include_usage": True}
-        call = Call(operation.name, model.name, body, access.request_id)
-        return Ready(caller, model.engine, call, access, stream, tells_usage=bool(options.get("include_usage")))
+        question = Question(
+            operation.name, body, model.name, model.revision, principal.tenant, principal.subject, control.asks
+        )
+        obstacle = self._answers.obstacle(question, control, options)
+        # The gateway counts tokens; a caller who did not ask for the usage event does not see it.
+        tells_usage = bool(options.get("include_usage"))
+        return Wanted(
+            operation.name, model, body, stream, tells_usage, question, obstacle, control, last_event_id, access
+        )
 
     def _check_choices(self, operation: Operation, body: dict[str, Any]) -> None:
         """Raise InvalidRequest unless input and `n` are there and within bounds: an engine would work on `n: 16384` for
@@ -104,35 +114,81 @@ class Pipeline:
         if choices > self._max_choices:
             raise InvalidRequest(f"The request asks for {choices} answers; {self._max_choices} are allowed.", "n")
 
-    async def answer(self, ready: Ready) -> Answer:
-        """Raises: RoutingError."""
-        try:
-            answer = await ready.engine.answer(ready.call)
-            ready.access.usage = answer.usage
-            return answer
-        finally:
-            await self._settle(ready)
+    async def find(self, wanted: Wanted) -> Hit | Place:
+        """A stored answer, or a place in a flight, which has to be left. Raises: NotInCache, StreamGone."""
+        return await self._answers.find(wanted)
 
-    async def stream(self, ready: Ready) -> AsyncGenerator[Event, None]:
-        """Raises: RoutingError, before the first event or after it."""
-        access = ready.access
-        try:
-            async with aclosing(ready.engine.stream(ready.call)) as events:
-                async for event in events:
-                    if access.first_token is None:
-                        access.first_token = time.perf_counter()
-                    if event.usage is not None:
-                        access.usage = event.usage
-                        if not ready.tells_usage:
-                            continue
-                    yield event
-        finally:
-            await self._settle(ready)
+    async def explain(self, wanted: Wanted) -> dict[str, Any]:
+        """What the request would do, without doing it."""
+        return await self._answers.explain(wanted)
 
-    async def _settle(self, ready: Ready) -> None:
-        """Charge the caller, before the last byte leaves: who has read it may call again at once."""
-        tally = ready.call.tally
-        if ready.access.usage is None and tally.prompt_tokens + tally.completion_tokens:
-            ready.access.usage = Usage(tally.prompt_tokens, tally.completion_tokens)
-        usage = ready.access.usage
-        await ready.caller.admission.settle(usage.prompt_tokens + usage.completion_tokens if usage else 0)
+    async def wait(self, wanted: Wanted, place: Place) -> Landed:
+        """What the flight came to, for nobody's account. Raises: RoutingError, CacheError."""
+        with seated(place):
+            landed = await place.result()
+            assert landed is not None
+            return landed
+
+    async def recall(self, wanted: Wanted, caller: Caller, hit: Hit) -> bytes:
+        """The body of a stored answer."""
+        access, entry = wanted.access, hit.entry
+        access.usage = Usage(entry.prompt_tokens, entry.completion_tokens)
+        await caller.admission.settle()
+        return whole_body(entry)
+
+    async def answer(self, wanted: Wanted, caller: Caller, place: Place) -> Landed:
+        """What the flight came to. Raises: RoutingError, CacheError."""
+        with seated(place):
+            try:
+                landed = await place.result()
+                assert landed is not None
+                wanted.access.usage = landed.usage
+                return landed
+            finally:
+                await self._settle(wanted, caller, place)
+
+    async def stream(self, wanted: Wanted, caller: Caller, source: Hit | Place) -> AsyncGenerator[list[LogEvent], None]:
+        """The events, as many at a time as there are. Raises: RoutingError, CacheError, before the first or later."""
+        if isinstance(source, Hit):
+            events = replayed(source.entry, wanted.operation)
+            yield self._for_caller(wanted, after(events, wanted.last_event_id))
+            await caller.admission.settle()
+            return
+        renamer = None if source.leads else Renamer()
+        with seated(source):
+            try:
+                while events := await source.events():
+                    events = self._for_caller(wanted, events)
+                    if renamer is not None:
+                        events = [event._replace(data=renamer.rename(event.data)) for event in events]
+                    if events:
+                        yield events
+            finally:
+                await self._settle(wanted, caller, source)
+
+    def _for_caller(self, wanted: Wanted, events: list[LogEvent]) -> list[LogEvent]:
+        """Note what the log says of the stream, and leave out what the caller did not ask for."""
+        access = wanted.access
+        if access.first_token is None:
+            access.first_token = time.perf_counter()
+        if not any(event.tells_usage for event in events):
+            return events
+        access.usage = next(usage_in(event.data) for event in events if event.tells_usage)
+        return events if wanted.tells_usage else [event for event in events if not event.tells_usage]
+
+    async def _settle(self, wanted: Wanted, caller: Caller, place: Place) -> None:
+        """Charge the caller, before the last byte leaves: who has read it may call again at once. What an engine did is
+        charged once: to the one who waits longest, and when that one leaves, the rest to the next."""
+        due = place.flight.bill() if place.pays else 0
+        tally = wanted.tally
+        if wanted.access.usage is None and tally.prompt_tokens + tally.completion_tokens:
+            wanted.access.usage = Usage(tally.prompt_tokens, tally.completion_tokens)
+        await caller.admission.settle(due)
+
+
+def after(events: list[LogEvent], event_id: bytes | None) -> list[LogEvent]:
+    """The events after this one."""
+    if event_id is None:
+        return events
+    place = next((place for place, event in enumerate(events) if event.id == event_id), -1)
+    return events[place + 1 :]

@@ -1,4 +1,4 @@
-"""Server-sent events, one engine event each, as soon as it comes.
+"""Server-sent events, one engine event each, as soon as it comes; those that came together leave together.
 
 sse-starlette's response, with three differences. Its loop puts a timeout scope around every send, which costs a third
 of the throughput, so the loop is our own. Its tasks live in an anyio group, whose cancellation strikes again at each
@@ -14,7 +14,7 @@ from sse_starlette import EventSourceResponse, ServerSentEvent
 from sse_starlette.sse import AppStatus
 from starlette.types import Receive, Scope, Send
 
-from routing.engine import Event
+from cache.flight import LogEvent
 
 from .errors import ClientGone, ShuttingDown
 
@@ -29,11 +29,15 @@ DONE = b"data: [DONE]\n\n"
 CLOSE_TIMEOUT_S = 1.0
 
 
-def encode(event: Event) -> bytes:
+def encode(event: LogEvent) -> bytes:
     """Frame an event. Its payload must hold no line break, as JSON documents on one line do not."""
     if event.name is None:
-        return b"data: " + event.data + b"\n\n"
-    return b"event: " + event.name.encode() + b"\ndata: " + event.data + b"\n\n"
+        return b"id: %b\ndata: %b\n\n" % (event.id, event.data)
+    return b"id: %b\nevent: %b\ndata: %b\n\n" % (event.id, event.name.encode(), event.data)
+
+
+def encode_error(body: bytes) -> bytes:
+    return b"data: %b\n\n" % body
 
 
 class EventStream(EventSourceResponse):
@@ -46,8 +50,8 @@ class EventStream(EventSourceResponse):
 
     def __init__(
         self,
-        first: "asyncio.Task[Event]",
-        events: AsyncGenerator[Event, None],
+        first: "asyncio.Task[list[LogEvent]]",
+        events: AsyncGenerator[list[LogEvent], None],
         end: "asyncio.Future[None]",
         encode_error: Callable[[BaseException], bytes],
         headers: dict[str, str],
@@ -98,13 +102,13 @@ class EventStream(EventSourceResponse):
 
     async def _send_events(self, send: Send) -> None:
         try:
-            event = await self._first
+            events = await self._first
             while True:
                 self._is_sending = True
-                await send({"type": "http.response.body", "body": encode(event), "more_body": True})
+                await send({"type": "http.response.body", "body": b"".join(map(encode, events)), "more_body": True})
                 self._is_sending = False
                 self._has_sent = True
-                event = await anext(self._events)
+                events = await anext(self._events)
         except StopAsyncIteration:
             return
 
@@ -120,12 +124,12 @@ class EventStream(EventSourceResponse):
             await asyncio.sleep(self.ping_interval)
 
 
-async def first_event(events: AsyncGenerator[Event, None]) -> Event:
+async def first_events(events: AsyncGenerator[list[LogEvent], None]) -> list[LogEvent]:
     """The first step of a stream, to be run as a task. Raises: StopAsyncIteration, and what the engine raises."""
     return await anext(events)
 
 
-async def close(first: "asyncio.Task[Event]", events: AsyncGenerator[Event, None]) -> None:
+async def close(first: "asyncio.Task[list[LogEvent]]", events: AsyncGenerator[list[LogEvent], None]) -> None:
     """Close a stream whose first step may still be under way; it has a second for each."""
     if not first.done():
         first.cancel()

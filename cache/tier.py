@@ -28,6 +28,7 @@ class Tier(Protocol):
     """
 
     name: str
+    is_shared: bool  # by all replicas
 
     async def get(self, key: bytes) -> Entry | None: ...
 

@@ -9,11 +9,12 @@ from .errors import ModelNotFound
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A public name, and the pool that answers for it."""
+    """A public name, and the pool that answers for it. Another `revision` gives other answers."""
 
     name: str
     pool: str
     engine: Answerer
+    revision: str = ""
 
 
 class Models:

@@ -4,15 +4,25 @@ from .auth import ApiKeySettings, AuthSettings, JwtSettings, LimitSettings, Quot
 from .loading import SettingsError, dump_settings, load_settings
 from .section import Section
 from .server import ServerSettings
-from .tree import BUILTIN_MODEL, BUILTIN_MODEL_NAME, PoolSettings, Settings, default_cache_dir
+from .tree import (
+    BUILTIN_MODEL,
+    BUILTIN_MODEL_NAME,
+    CacheSettings,
+    ModelSettings,
+    PoolSettings,
+    Settings,
+    default_cache_dir,
+)
 
 __all__ = [
     "BUILTIN_MODEL",
     "BUILTIN_MODEL_NAME",
     "ApiKeySettings",
     "AuthSettings",
+    "CacheSettings",
     "JwtSettings",
     "LimitSettings",
+    "ModelSettings",
     "PoolSettings",
     "QuotaSettings",
     "Section",

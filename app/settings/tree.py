@@ -8,6 +8,7 @@ from urllib.parse import urlsplit
 from pydantic import Field, field_validator, model_validator
 
 from .auth import AuthSettings, LimitSettings
+from .cache import CacheLimits, DiskSettings, MemorySettings, SingleflightSettings
 from .section import Section
 from .server import ServerSettings
 
@@ -31,8 +32,10 @@ class RedisSettings(Section):
         return url
 
 
-class CacheSettings(Section):
+class CacheSettings(CacheLimits):
+    memory: MemorySettings = MemorySettings()
     redis: RedisSettings = RedisSettings()
+    disk: DiskSettings = DiskSettings()
 
 
 class ScriptedSettings(Section):
@@ -88,6 +91,11 @@ class ModelSettings(Section):
     """What callers put into `model`."""
     pool: str
     """The pool that answers."""
+    revision: str = ""
+    """Of what stands behind the name: another one leaves the answers cached so far behind. A change of the pool's
+    options does so by itself."""
+    cache_ttl_s: float | None = Field(None, gt=0)
+    """Seconds that this model's answers are good for."""
 
 
 class MonitoringSettings(Section):
@@ -108,6 +116,7 @@ class Settings(Section):
     auth: AuthSettings
     limits: LimitSettings = LimitSettings()
     cache: CacheSettings = CacheSettings()
+    singleflight: SingleflightSettings = SingleflightSettings()
     models: tuple[ModelSettings, ...] = ()
     """Names for callers. Without any, each pool is offered under the name of what it serves."""
     pools: tuple[PoolSettings, ...] = ()
@@ -132,6 +141,8 @@ class Settings(Section):
         for model in self.models:
             if model.pool not in pools:
                 raise ValueError(f"models: {model.name!r} names the pool {model.pool!r}, which is not configured")
+        if self.singleflight.scope == "cluster" and self.cache.redis.url is None:
+            raise ValueError("singleflight.scope: 'cluster' needs cache.redis.url")
         if unused := pools - {model.pool for model in self.offered_models()}:
             raise ValueError(f"pools: no model uses {sorted(unused)[0]!r}")
         return self

@@ -1,0 +1,326 @@
+"""Where an answer comes from: the cache, a flight under way, or an engine call that this request begins.
+
+Whole and streamed requests share entries and flights, so a request that others may join is always asked for as a
+stream, and put together when it is over.
+"""
+
+import random
+import time
+from collections import Counter
+from collections.abc import Mapping
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from functools import lru_cache, partial
+from hashlib import blake2b
+from typing import Any, NamedTuple
+
+import orjson
+
+from cache.assembly import Assembly, is_whole
+from cache.continuation import Continuation
+from cache.entry import Entry
+from cache.errors import NotInCache, StreamGone
+from cache.flight import Flight, Flights, LogEvent, Seat
+from cache.key import KeyMaker, Question, canonical
+from cache.replay import replay
+from cache.store import Hit, ResponseCache
+from routing.engine import Call, Tally, Usage
+from routing.models import Model
+
+from .cache_headers import CacheControl
+from .logs import Access
+
+OWNERS = 10_000
+# What vLLM and OpenAI give with whole answers only.
+WHOLE_ONLY = ("prompt_logprobs", "use_beam_search", "best_of", "return_token_ids", "return_tokens_as_token_ids")
+ID = b'"id":"%b"'
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """A request that was understood. `body` has neither nulls at its top nor anything of streaming; `obstacle` says why
+    it is not answered from the cache."""
+
+    operation: str
+    model: Model
+    body: dict[str, Any]
+    stream: bool
+    tells_usage: bool
+    question: Question
+    obstacle: str | None
+    control: CacheControl
+    last_event_id: bytes | None
+    access: Access
+    tally: Tally = field(default_factory=Tally)
+
+
+class Landed(NamedTuple):
+    """What a flight came to. Without an entry or a body it was a stream for one request alone."""
+
+    usage: Usage | None
+    entry: Entry | None = None
+    body: bytes | None = None
+    is_stored: bool = False
+
+
+Place = Seat[Landed]
+
+
+class Answers:
+    """`ttls_s` are those of models that have one of their own."""
+
+    def __init__(
+        self,
+        keys: KeyMaker,
+        cache: ResponseCache | None,
+        flights: Flights[Landed],
+        is_shared: bool,
+        ttl_s: float,
+        ttls_s: Mapping[str, float],
+    ) -> None:
+        self._keys = keys
+        self._cache = cache
+        self._flights = flights
+        self._is_shared = is_shared
+        self._ttl_s = ttl_s
+        self._ttls_s = dict(ttls_s)
+        self.outcomes: Counter[tuple[str, str]] = Counter()  # by outcome, and tier or reason
+
+    def obstacle(self, question: Question, control: CacheControl, options: Mapping[str, Any]) -> str | None:
+        """Why a request is answered by an engine of its own; None: it need not be."""
+        if self._cache is None:
+            return "off"
+        if control.no_store:
+            return "no-store"
+        if any(value for option, value in options.items() if option not in ("include_usage", "include_obfuscation")):
+            return "stream options"
+        return self._keys.obstacle(question)
+
+    async def find(self, wanted: Wanted) -> Hit | Place:
+        """Raises: NotInCache, StreamGone."""
+        if wanted.last_event_id is not None and wanted.stream:
+            return await self._resume(wanted)
+        if wanted.obstacle is not None:
+            if wanted.control.only_if_cached:
+                raise NotInCache
+            self._note(wanted, "bypass", wanted.obstacle)
+            key = self._keys.private_key(wanted.question) if wanted.stream else b""
+            return self._fly(wanted, key, is_shared=False)
+        key = self._keys.key(wanted.question)
+        if not wanted.control.no_cache:
+            hit = await self._look_up(key, wanted.control.max_age_s)
+            if hit is not None:
+                self._note(wanted, "hit", hit.tier)
+                return hit
+        if wanted.control.only_if_cached:
+            raise NotInCache
+        return self._fly(wanted, key, self._is_shared)
+
+    async def explain(self, wanted: Wanted) -> dict[str, Any]:
+        """What `find` would do: from where the answer would come, or why not from the cache, and what the key is of."""
+        question = wanted.question
+        told: dict[str, Any] = {
+            "cacheable": wanted.obstacle is None,
+            "reason": wanted.obstacle,
+            "operation": wanted.operation,
+            "model": question.model,
+            "revision": question.revision,
+            "policy": self._keys.policy,
+            "scope": self._keys.sharing,
+            "fields": canonical(wanted.operation, wanted.body),
+            "key": None,
+            "tier": None,
+            "age_s": None,
+            "ttl_s": None,
+            "in_flight": False,
+        }
+        if wanted.obstacle is None and self._cache is not None:
+            key = self._keys.key(question)
+            hit = None if wanted.control.no_cache else await self._cache.peek(key, wanted.control.max_age_s)
+            told |= {"key": key.hex(), "in_flight": self._flights.is_open(key), "ttl_s": self._ttl(wanted)}
+            if hit is not None:
+                now = time.time()
+                entry = hit.entry
+                told |= {"tier": hit.tier, "age_s": int(now - entry.made_at), "ttl_s": int(entry.expires_at - now)}
+        return told
+
+    def _ttl(self, wanted: Wanted) -> float:
+        return self._ttls_s.get(wanted.model.name, self._ttl_s)
+
+    async def _look_up(self, key: bytes, max_age_s: float | None) -> Hit | None:
+        assert self._cache is not None
+        hit = self._cache.recall(key, max_age_s)
+        if hit is not None or not self._cache.has_lower or self._flights.is_open(key):
+            return hit
+        # While the lower tiers were asked, a flight may have landed.
+        return await self._cache.look_below(key, max_age_s) or self._cache.recall(key, max_age_s)
+
+    def _fly(self, wanted: Wanted, key: bytes, is_shared: bool) -> Place:
+        work = partial(self._work, wanted, key, is_shared)
+        seat = self._flights.join(key, work, is_shared, anew=wanted.control.no_cache)
+        if wanted.obstacle is None:
+            outcome = "miss" if seat.leads else "collapsed"
+            self._note(wanted, outcome, "request" if wanted.control.no_cache else "")
+        self._admit(wanted, seat)
+        return seat
+
+    async def _resume(self, wanted: Wanted) -> Hit | Place:
+        assert wanted.last_event_id is not None
+        is_cached = wanted.obstacle is None
+        key = (self._keys.key if is_cached else self._keys.private_key)(wanted.question)
+        if wanted.last_event_id.startswith(b"h"):
+            hit = await self._look_up(key, None) if is_cached else None
+            if hit is None or replay_ref(hit.entry) != wanted.last_event_id.partition(b".")[0]:
+                raise StreamGone
+            self._note(wanted, "hit", hit.tier)
+            return hit
+        work = partial(self._work, wanted, key, is_cached) if is_cached else None
+        seat = await self._flights.resume(key, wanted.last_event_id, owner_of(wanted.question), work)
+        self._note(wanted, "resumed", "")
+        self._admit(wanted, seat)
+        return seat
+
+    def _admit(self, wanted: Wanted, seat: Place) -> None:
+        if wanted.stream:
+            self._flights.admit(seat, owner_of(wanted.question))
+
+    def _note(self, wanted: Wanted, outcome: str, detail: str) -> None:
+        wanted.access.cache, wanted.access.cache_detail = outcome, detail or None
+        self.outcomes[outcome, detail] += 1
+
+    # In flight
+
+    async def _work(self, wanted: Wanted, key: bytes, is_shared: bool, flight: Flight[Landed]) -> Landed:
+        """Ask the engine, and store what it says. Raises: RoutingError, Diverged."""
+        is_kept = wanted.obstacle is None
+        body = wanted.body
+        as_stream = wanted.stream or (is_shared and not any(body.get(name) for name in WHOLE_ONLY))
+        if as_stream:
+            body = {**body, "stream": True, "stream_options": {"include_usage": True}}
+        tally = wanted.tally
+        call = Call(wanted.operation, wanted.model.name, body, wanted.access.request_id, tally)
+        flight.cost = lambda: tally.prompt_tokens + tally.completion_tokens
+        if as_stream:
+            document, usage = await self._stream(wanted, call, flight, is_put_together=is_kept or is_shared)
+        else:
+            answer = await wanted.model.engine.answer(call)
+            usage = answer.usage
+            if not is_kept:
+                self._charge(flight, usage)
+                return Landed(usage, body=answer.body)
+            document = orjson.loads(answer.body)
+        self._charge(flight, usage)
+        if document is None:
+            return Landed(usage)
+        entry = self._entry(wanted, document, usage, flight.began_at)
+        if not flight.log:
+            for payload in replay(document, is_chat(wanted.operation)):
+                flight.append(payload, tells_usage=is_usage_chunk(payload))
+        limit = wanted.body.get("max_completion_tokens") or wanted.body.get("max_tokens")
+        if is_kept and self._cache is not None and is_whole(document, limit):
+            return Landed(usage, entry, is_stored=self._cache.put(key, entry))
+        return Landed(usage, entry)
+
+    async def _stream(
+        self, wanted: Wanted, call: Call, flight: Flight[Landed], is_put_together: bool
+    ) -> tuple[dict[str, Any] | None, Usage | None]:
+        """Let the engine's events into the flight's log. Where the log has some of the same answer, from an engine call
+        that ended early, only those that are beyond."""
+        assembly = Assembly(is_chat(wanted.operation)) if is_put_together else None
+        beyond = Continuation(event.data for event in flight.log) if flight.log else None
+        usage = None
+        async with aclosing(wanted.model.engine.stream(call)) as events:
+            async for event in events:
+                data: bytes | None = event.data
+                if beyond is not None:
+                    data = beyond.next(event.data)
+                if data is not None:
+                    flight.append(data, event.name, event.usage is not None)
+                if assembly is not None:
+                    assembly.add(event.data)
+                if event.usage is not None:
+                    usage = event.usage
+        return (None if assembly is None else assembly.document()), usage
+
+    def _charge(self, flight: Flight[Landed], usage: Usage | None) -> None:
+        if usage is not None:
+            total = usage.prompt_tokens + usage.completion_tokens
+            flight.cost = lambda: total
+
+    def _entry(self, wanted: Wanted, document: dict[str, Any], usage: Usage | None, made_at: float) -> Entry:
+        prefix, rest = split_id(document)
+        prompt, completion = (usage.prompt_tokens, usage.completion_tokens) if usage else (0, 0)
+        return Entry(prefix, rest, prompt, completion, made_at, made_at + self._ttl(wanted))
+
+
+def is_chat(operation: str) -> bool:
+    return operation == "chat.completions"
+
+
+def split_id(document: dict[str, Any]) -> tuple[bytes, bytes]:
+    """What stands before the part of the id that differs (`chatcmpl-`), and the document after its id."""
+    kind, dash, _ = str(document.get("id", "")).partition("-")
+    rest = {name: value for name, value in document.items() if name != "id"}
+    return (kind + dash).encode(), b"," + orjson.dumps(rest)[1:]
+
+
+def whole_body(entry: Entry) -> bytes:
+    """The answer with an id of its own."""
+    return b'{"id":"%b%b"%b' % (entry.id_prefix, new_id(), entry.rest)
+
+
+def new_id() -> bytes:
+    return b"%032x" % random.getrandbits(128)
+
+
+@lru_cache(OWNERS)
+def _owner(tenant: str, subject: str) -> bytes:
+    return blake2b(orjson.dumps([tenant, subject]), digest_size=16).digest()
+
+
+def owner_of(question: Question) -> bytes:
+    return _owner(question.tenant, question.subject)
+
+
+def replay_ref(entry: Entry) -> bytes:
+    """What ids of a stored answer's events begin with."""
+    return b"h%x" % int(entry.made_at * 1000)
+
+
+def is_usage_chunk(payload: bytes) -> bool:
+    return b'"choices":[]' in payload
+
+
+def replayed(entry: Entry, operation: str) -> list[LogEvent]:
+    """The events of a stored answer, with an id of their own."""
+    payloads = replay(orjson.loads(whole_body(entry)), is_chat(operation))
+    ref = replay_ref(entry)
+    return [
+        LogEvent(b"%b.%d" % (ref, number), payload, tells_usage=is_usage_chunk(payload))
+        for number, payload in enumerate(payloads)
+    ]
+
+
+class Renamer:
+    """Gives the events of another request's stream an id of this one's."""
+
+    def __init__(self) -> None:
+        self._old: bytes | None = None
+        self._new = b""
+
+    def rename(self, data: bytes) -> bytes:
+        if self._old is None:
+            id = orjson.loads(data).get("id")
+            if not isinstance(id, str):
+                return data
+            self._old = ID % id.encode()
+            self._new = ID % (id.partition("-")[0].encode() + b"-" + new_id())
+        return data.replace(self._old, self._new, 1)
+
+
+def usage_in(data: bytes) -> Usage | None:
+    document = orjson.loads(data).get("usage")
+    if not document:
+        return None
+    details = document.get("prompt_tokens_details") or {}
+    return Usage(document["prompt_tokens"], document.get("completion_tokens") or 0, details.get("cached_tokens"))

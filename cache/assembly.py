@@ -1,0 +1,419 @@
+"""A streamed answer put together: the document that the same request without `stream` would have got.
+
+Two operations stream: chat completions, whose chunks carry deltas of a message, and completions, whose chunks carry
+text. What is not known here is kept: text of a delta is concatenated, of anything else the last value counts.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+import orjson
+
+# Lists that come in parts, as each choice's field.
+PARTIAL_LISTS = frozenset({"token_ids"})
+# Said once and the same in each chunk that says it: the first counts.
+_HEAD = ("id", "created", "model")
+# Padding of OpenAI's that hides lengths, different in each chunk.
+_NOT_KEPT = frozenset({*_HEAD, "object", "choices", "usage", "obfuscation"})
+_NOT_TEXT = frozenset({"role", "tool_calls", "function_call"})
+_TEXT = frozenset({"content", "refusal", "reasoning", "reasoning_content"})
+
+
+class Diverged(Exception):
+    """An answer that was computed anew is not the one that was begun."""
+
+    def __init__(self) -> None:
+        super().__init__("The answer was begun by an engine that is gone, and another engine answers differently.")
+
+
+class Call:
+    """A tool call in the making; also the `function_call` of old, which is but a function.
+
+    Id, type, and name come whole, and engines that repeat them mean the same call: the first counts.
+    """
+
+    __slots__ = ("arguments", "fields", "function")
+
+    def __init__(self) -> None:
+        self.fields: dict[str, Any] = {}
+        self.function: dict[str, Any] = {}
+        self.arguments: list[str] = []
+
+    def add(self, delta: dict[str, Any]) -> None:
+        for key, value in delta.items():
+            if key == "function":
+                self.add_function(value or {})
+            elif key != "index" and not self.fields.get(key):
+                self.fields[key] = value
+
+    def add_function(self, delta: dict[str, Any]) -> None:
+        for key, value in delta.items():
+            if key != "arguments":
+                if not self.function.get(key):
+                    self.function[key] = value
+            elif isinstance(value, str):
+                self.arguments.append(value)
+            elif value is not None:
+                raise ValueError("arguments are not text")
+
+    def document(self) -> dict[str, Any]:
+        if not self.function and not self.arguments:
+            return self.fields.copy()
+        named = {"id": self.fields.get("id"), "type": self.fields.get("type") or "function"}
+        return named | {"function": self.function_document()} | {k: v for k, v in self.fields.items() if k not in named}
+
+    def function_document(self) -> dict[str, Any]:
+        return self.function | {"arguments": "".join(self.arguments)}
+
+
+class Choice:
+    """One choice in the making. `texts` are the pieces of each text field: of the delta, or just `text`."""
+
+    __slots__ = ("calls", "fields", "function_call", "logprobs", "others", "role", "texts")
+
+    def __init__(self) -> None:
+        self.role: str | None = None
+        self.texts: dict[str, list[str]] = {}
+        self.others: dict[str, Any] = {}  # of the delta
+        self.calls: dict[int, Call] = {}
+        self.function_call: Call | None = None
+        self.logprobs: dict[str, Any] | None = None
+        self.fields: dict[str, Any] = {}  # of the choice, `finish_reason` among them
+
+    def add(self, choice: dict[str, Any]) -> None:
+        for key, value in choice.items():
+            if key == "delta":
+                self._add_delta(value)
+            elif value is None:
+                if key not in self.fields:
+                    self.fields[key] = None
+            elif key == "text":
+                self._add_text(key, value)
+            elif key == "logprobs":
+                self.logprobs = self.logprobs or {}
+                for name, part in value.items():
+                    add_part(self.logprobs, name, part)
+            elif key in PARTIAL_LISTS:
+                add_part(self.fields, key, value)
+            else:
+                self.fields[key] = value
+
+    def _add_delta(self, delta: dict[str, Any]) -> None:
+        for key, value in delta.items():
+            if type(value) is str and key not in _NOT_TEXT:
+                pieces = self.texts.get(key)
+                if pieces is None:
+                    self.texts[key] = [value]
+                else:
+                    pieces.append(value)
+            elif value is None:
+                self.others.setdefault(key)
+            elif key == "role":
+                self.role = self.role or value
+            elif key == "tool_calls":
+                for call in value:
+                    self._call(call["index"]).add(call)
+            elif key == "function_call":
+                self.function_call = self.function_call or Call()
+                self.function_call.add_function(value)
+            elif key in _TEXT:
+                raise ValueError(f"{key} is not text")
+            else:
+                self.others[key] = value
+
+    def _add_text(self, key: str, value: Any) -> None:
+        if not isinstance(value, str):
+            raise ValueError(f"{key} is not text")
+        self.texts.setdefault(key, []).append(value)
+
+    def _call(self, index: int) -> Call:
+        if index not in self.calls:
+            self.calls[whole(index)] = Call()
+        return self.calls[index]
+
+    def document(self, is_chat: bool) -> dict[str, Any]:
+        body = {"message": self._message()} if is_chat else {"text": "".join(self.texts.get("text", ()))}
+        fields = {key: copied(value) for key, value in self.fields.items()}
+        logprobs = self.logprobs and {key: copied(value) for key, value in self.logprobs.items()}
+        return {"index": None} | body | {"logprobs": None, "finish_reason": None} | fields | {"logprobs": logprobs}
+
+    def _message(self) -> dict[str, Any]:
+        message: dict[str, Any] = {"role": self.role or "assistant", "content": None, "refusal": None}
+        message |= self.others
+        message |= {key: "".join(pieces) for key, pieces in self.texts.items()}
+        if self.calls:
+            message["tool_calls"] = [call.document() for _, call in sorted(self.calls.items())]
+        if self.function_call is not None:
+            message["function_call"] = self.function_call.function_document()
+        if self.calls or self.function_call is not None:
+            # A stream begins with an empty content before it is known whether there will be any.
+            message["content"] = message["content"] or None
+        return message
+
+
+class Assembly:
+    """The chunks of one answer, put together. After an error it is of no use any more."""
+
+    def __init__(self, is_chat: bool) -> None:
+        self.is_chat = is_chat
+        self.usage: dict[str, Any] | None = None
+        self.head: dict[str, Any] = {}
+        self.extras: dict[str, Any] = {}  # of the top level
+        self.choices: dict[int, Choice] = {}
+        self._body = "delta" if is_chat else "text"
+
+    @property
+    def finish_reasons(self) -> list[str | None]:
+        """Of each choice, by index; None while it goes on."""
+        return [choice.fields.get("finish_reason") for _, choice in sorted(self.choices.items())]
+
+    def add(self, data: bytes) -> None:
+        """Take the payload of one event. Raises: ValueError when it is not a chunk of this operation."""
+        chunk = orjson.loads(data)
+        try:
+            self.add_chunk(chunk)
+        except (AttributeError, KeyError, TypeError) as exc:
+            raise ValueError("not a chunk of a streamed answer") from exc
+
+    def add_chunk(self, chunk: dict[str, Any]) -> None:
+        for choice in chunk["choices"]:
+            index = choice["index"]
+            if index not in self.choices:
+                self.choices[whole(index)] = Choice()
+            choice[self._body]  # a chunk of another operation has none
+            self.choices[index].add(choice)
+        for key, value in chunk.items():
+            if key not in _NOT_KEPT and (value is not None or key not in self.extras):
+                self.extras[key] = value
+        if chunk.get("usage") is not None:
+            self.usage = chunk["usage"]
+        if not self.head:
+            self.head = {key: chunk.get(key) for key in _HEAD}
+
+    def document(self) -> dict[str, Any]:
+        """The whole answer as far as it has come. What it holds of lists is its own."""
+        head = self.head or dict.fromkeys(_HEAD)
+        return {
+            "id": head["id"],
+            "object": "chat.completion" if self.is_chat else "text_completion",
+            "created": head["created"],
+            "model": head["model"],
+            "choices": [
+                choice.document(self.is_chat) | {"index": index} for index, choice in sorted(self.choices.items())
+            ],
+            "usage": self.usage,
+        } | self.extras
+
+
+def is_whole(document: dict[str, Any], max_tokens: int | None) -> bool:
+    """Whether each choice ended by itself, or where the caller's own `max_tokens` ended it (None: there was none).
+
+    Whatever else ends an answer (the model's context, a filter, an abort) may end another one elsewhere.
+    """
+    choices = document.get("choices") or []
+    return len(choices) > 0 and all(_has_ended(choice, document, max_tokens) for choice in choices)
+
+
+def _has_ended(choice: dict[str, Any], document: dict[str, Any], max_tokens: int | None) -> bool:
+    message = choice.get("message") or {}
+    calls = message.get("tool_calls") or []
+    match choice.get("finish_reason"):
+        case "length" if max_tokens is not None:
+            completion_tokens = (document.get("usage") or {}).get("completion_tokens")
+            return len(document["choices"]) > 1 or (completion_tokens is not None and completion_tokens >= max_tokens)
+        case "stop":
+            return all(_is_valid(call.get("function")) for call in calls)
+        case "tool_calls":
+            return len(calls) > 0 and all(_is_valid(call.get("function")) for call in calls)
+        case "function_call":
+            return _is_valid(message.get("function_call"))
+    return False
+
+
+def _is_valid(function: dict[str, Any] | None) -> bool:
+    if not function or not function.get("name"):
+        return False
+    try:
+        return isinstance(orjson.loads(function.get("arguments") or ""), dict)
+    except orjson.JSONDecodeError:
+        return False
+
+
+def add_part(fields: dict[str, Any], key: str, part: Any) -> None:
+    """Lists come in parts; of anything else the last value counts."""
+    if isinstance(part, list) and isinstance(fields.get(key), list):
+        fields[key].extend(part)
+    elif part is not None or key not in fields:
+        fields[key] = copied(part)
+
+
+def copied(value: Any) -> Any:
+    return value.copy() if isinstance(value, list) else value
+
+
+def whole(index: Any) -> int:
+    if type(index) is not int:
+        raise ValueError("an index is not a whole number")
+    return index
+
+
+class Continuation:
+    """The rest of a stream whose beginning was delivered, out of another stream of the same answer.
+
+    The two may cut the answer into chunks differently. What is delivered keeps the first stream's id and time, and its
+    tool calls' ids. Raises: ValueError, where what was delivered is not chunks.
+    """
+
+    def __init__(self, payloads: Iterable[bytes]) -> None:
+        delivered = list(payloads)
+        self._delivered = Assembly(is_chat=any(b'"delta"' in data for data in delivered))
+        for data in delivered:
+            self._delivered.add(data)
+        self._is_fresh = not delivered
+        self._has_ended = bool(delivered) and b'"choices":[]' in delivered[-1] and self._delivered.usage is not None
+        self._ends = {index: Rest(choice) for index, choice in self._delivered.choices.items()}
+
+    def next(self, data: bytes) -> bytes | None:
+        """The new stream's next chunk, as far as it goes beyond what was delivered. Raises: Diverged, ValueError."""
+        if self._is_fresh:
+            return data
+        chunk = orjson.loads(data)
+        try:
+            return self._beyond(chunk)
+        except (AttributeError, KeyError, TypeError) as exc:
+            raise ValueError("not a chunk of a streamed answer") from exc
+
+    def _beyond(self, chunk: dict[str, Any]) -> bytes | None:
+        choices = []
+        for choice in chunk["choices"]:
+            rest = self._ends.get(choice["index"])
+            cut = choice if rest is None else rest.cut(choice)
+            if cut is not None:
+                choices.append(cut)
+        if not choices:
+            if chunk["choices"] or self._has_ended:
+                return None
+            is_behind = any(rest.is_behind() for rest in self._ends.values())
+            if is_behind and chunk.get("usage"):
+                raise Diverged
+            if is_behind:
+                return None
+        extras = self._delivered.extras
+        kept = {k: v for k, v in chunk.items() if not (is_of_prompt(k) and extras.get(k) is not None)}
+        head = {k: v for k, v in self._delivered.head.items() if k != "model" and v is not None}
+        return orjson.dumps(kept | head | {"choices": choices})
+
+
+class Rest:
+    """What was delivered of a choice, and how much of that the new stream has said by now."""
+
+    def __init__(self, delivered: Choice) -> None:
+        self._delivered = delivered
+        self._has_finished = delivered.fields.get("finish_reason") is not None
+        # Text, and how many of its characters were said; lists, by how many entries are still to be said.
+        self._texts: dict[tuple[str | int, ...], str] = {
+            (key,): "".join(pieces) for key, pieces in delivered.texts.items()
+        }
+        self._texts |= {("tool_calls", index): "".join(call.arguments) for index, call in delivered.calls.items()}
+        if delivered.function_call is not None:
+            self._texts["function_call",] = "".join(delivered.function_call.arguments)
+        self._said = dict.fromkeys(self._texts, 0)
+        lists = (delivered.logprobs or {}) | {key: delivered.fields.get(key) for key in PARTIAL_LISTS}
+        self._left = {key: len(value) for key, value in lists.items() if isinstance(value, list)}
+        self._is_new = False  # whether the chunk in work had text beyond
+
+    def is_behind(self) -> bool:
+        return any(said < len(self._texts[key]) for key, said in self._said.items())
+
+    def cut(self, choice: dict[str, Any]) -> dict[str, Any] | None:
+        """What is beyond; None when nothing is."""
+        was_through = not self.is_behind() and not any(self._left.values())
+        self._is_new = False
+        beyond: dict[str, Any] = {}
+        for key, value in choice.items():
+            if key == "delta":
+                beyond[key] = self._cut_delta(value, was_through)
+            elif key == "text":
+                beyond[key] = self._cut_text((key,), value)
+            elif key == "logprobs" and value is not None:
+                entries = {name: self._cut_list(name, part) for name, part in value.items()}
+                beyond[key] = entries if entries == value or says(entries) else None
+            elif key in PARTIAL_LISTS:
+                beyond[key] = self._cut_list(key, value)
+            elif key in ("index", "finish_reason") or not self._is_known(key, self._delivered.fields, was_through):
+                beyond[key] = value
+        if self.is_behind() and (self._is_new or choice.get("finish_reason") is not None):
+            raise Diverged
+        if self._has_finished:
+            if self._is_new:
+                raise Diverged
+            return None
+        has_more = any(says(value) for key, value in beyond.items() if key != "index")
+        return beyond if has_more or (was_through and beyond == choice) else None
+
+    def _cut_delta(self, delta: dict[str, Any], was_through: bool) -> dict[str, Any]:
+        beyond: dict[str, Any] = {}
+        for key, value in delta.items():
+            if key == "tool_calls" and value:
+                calls = [self._cut_call(call, was_through) for call in value]
+                if any(calls):
+                    beyond[key] = [call for call in calls if call]
+            elif key == "function_call" and value and self._delivered.function_call is not None:
+                beyond[key] = self._cut_function(value, (key,), self._delivered.function_call)
+            elif isinstance(value, str) and key not in _NOT_TEXT:
+                beyond[key] = self._cut_text((key,), value)
+            elif key != "role" and not self._is_known(key, self._delivered.others, was_through):
+                beyond[key] = value
+        return beyond
+
+    def _cut_call(self, call: dict[str, Any], was_through: bool) -> dict[str, Any] | None:
+        known = self._delivered.calls.get(call["index"])
+        if known is None:
+            self._is_new = True
+            return call
+        beyond = {k: v for k, v in call.items() if k == "index" or not known.fields.get(k)}
+        if call.get("function"):
+            beyond["function"] = self._cut_function(call["function"], ("tool_calls", call["index"]), known)
+        has_more = any(says(value) for key, value in beyond.items() if key != "index")
+        return beyond if has_more or (was_through and beyond == call) else None
+
+    def _cut_function(self, function: dict[str, Any], key: tuple[str | int, ...], known: Call) -> dict[str, Any]:
+        name = known.function.get("name")
+        if name and function.get("name") not in (None, "", name):
+            raise Diverged
+        beyond = {k: v for k, v in function.items() if not known.function.get(k)}
+        if isinstance(function.get("arguments"), str):
+            beyond["arguments"] = self._cut_text(key, function["arguments"])
+        return beyond
+
+    def _cut_text(self, key: tuple[str | int, ...], piece: str) -> str:
+        said = self._said.get(key, 0)
+        known = self._texts.get(key, "")[said : said + len(piece)]
+        if not piece.startswith(known):
+            raise Diverged
+        if known:
+            self._said[key] += len(known)
+        self._is_new = self._is_new or len(piece) > len(known)
+        return piece[len(known) :]
+
+    def _cut_list(self, key: str, part: Any) -> Any:
+        if not isinstance(part, list) or not self._left.get(key):
+            return part
+        known = min(self._left[key], len(part))
+        self._left[key] -= known
+        return part[known:]
+
+    def _is_known(self, key: str, delivered: dict[str, Any], was_through: bool) -> bool:
+        return delivered.get(key) is not None and (is_of_prompt(key) or not was_through)
+
+
+def is_of_prompt(key: str) -> bool:
+    """Whether a field tells of the prompt: it comes once, with the first chunk."""
+    return key.startswith("prompt_")
+
+
+def says(value: Any) -> bool:
+    """Whether there is anything in it, however deep."""
+    if isinstance(value, dict):
+        return any(says(part) for part in value.values())
+    return value is not None and value not in ("", [])

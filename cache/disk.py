@@ -1,0 +1,346 @@
+"""The tier on this machine's disk: answers that outlive the process.
+
+LMDB (OpenLDAP's memory-mapped B+ tree) never writes over a page in use, so a process killed at any moment leaves the
+last whole transaction. Its file is written back by the kernel, and synced once in a while rather than at each
+transaction: only a crash of the machine itself can cost what came after the last sync, and, since the order of the
+kernel's writes is not known then, the file; a damaged one is put away, and a new one begun.
+
+All of LMDB's work is done by one thread, so nothing here blocks the event loop.
+"""
+
+import asyncio
+import fcntl
+import logging
+import os
+import struct
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Literal, TypeVar
+
+import lmdb
+import zstandard
+
+from .entry import KEY_BYTES, TAG_BYTES, Corrupt, Entry, Selection, decode
+from .tier import TierStats
+
+logger = logging.getLogger("headrace")
+
+Compression = Literal["zstd", "none"]
+T = TypeVar("T")
+
+RETRY_S = 5.0
+SYNC_S = 5.0
+MAX_QUEUED_BYTES = 64 * 1024 * 1024  # of answers that wait to be written; more are not kept
+BATCH = 256  # answers in a transaction
+FULL = 0.9  # of the pages: above it the oldest answers go, and the rest is room for a transaction's copies
+ROOM = 0.05  # of the pages: how much is freed at once
+MAX_ENTRY_BYTES = 100 * 1024 * 1024  # unpacked
+NONE, ZSTD = b"n", b"z"
+AGE = struct.Struct(">Q")  # the order in which entries were stored
+
+
+class DiskTier:
+    """In `path`, within `max_bytes`; the oldest answers make room. Out of use until `run` has opened it, and whenever
+    that fails: `last_error` says why."""
+
+    name = "disk"
+    is_shared = False
+
+    def __init__(
+        self, path: Path, max_bytes: int, compression: Compression, clock: Callable[[], float] = time.time
+    ) -> None:
+        self._path = path
+        self._max_bytes = max_bytes
+        self._compression = compression
+        self._clock = clock
+        self.last_error: str | None = "not open yet"
+        # Mutable state of the event loop.
+        self._thread: ThreadPoolExecutor | None = None
+        self._queue: deque[tuple[bytes, Entry]] = deque()
+        self._queued_bytes = 0
+        self._is_writing = False
+        self._stats = TierStats()
+        # Mutable state of the thread.
+        self._store: Store | None = None
+
+    async def get(self, key: bytes) -> Entry | None:
+        waiting = next((entry for other, entry in reversed(self._queue) if other == key), None)
+        if waiting is not None:
+            return self._found(waiting)
+        return self._found(await self._in_thread(lambda store: store.get(key)))
+
+    def _found(self, entry: Entry | None) -> Entry | None:
+        if entry is None or entry.expires_at <= self._clock():
+            self._stats.misses += 1
+            return None
+        self._stats.hits += 1
+        return entry
+
+    def put(self, key: bytes, entry: Entry) -> None:
+        if self._thread is None:
+            return
+        if self._queued_bytes > MAX_QUEUED_BYTES:
+            self._stats.failures += 1
+            return
+        self._queue.append((key, entry))
+        self._queued_bytes += len(entry.rest)
+        if not self._is_writing:
+            self._is_writing = True
+            self._thread.submit(self._write_all, asyncio.get_running_loop())
+
+    async def clear(self, selection: Selection) -> int:
+        kept = [(key, entry) for key, entry in self._queue if key not in selection]
+        self._queue = deque(kept)
+        self._queued_bytes = sum(len(entry.rest) for _, entry in kept)
+        return await self._in_thread(lambda store: store.clear(selection)) or 0
+
+    def stats(self) -> TierStats:
+        return self._stats
+
+    async def run(self) -> None:
+        """Open, and stay open until cancelled; try again while it cannot be."""
+        with ThreadPoolExecutor(1, "disk-tier") as thread:
+            loop = asyncio.get_running_loop()
+            try:
+                while True:
+                    if self._store is None:
+                        await loop.run_in_executor(thread, self._open)
+                        self._thread = None if self._store is None else thread
+                    await asyncio.sleep(RETRY_S if self._store is None else SYNC_S)
+                    await self._in_thread(lambda store: store.sync())
+            finally:
+                self._thread = None
+                thread.submit(self._close)
+
+    async def _in_thread(self, work: "Callable[[Store], T]") -> T | None:
+        """None also when it fails."""
+        if self._thread is None:
+            return None
+        return await asyncio.get_running_loop().run_in_executor(self._thread, partial(self._guarded, work))
+
+    # In the thread
+
+    def _guarded(self, work: "Callable[[Store], T]") -> T | None:
+        if self._store is None:
+            return None
+        try:
+            return work(self._store)
+        except (lmdb.Error, OSError, Corrupt) as exc:
+            self._stats.failures += 1
+            if isinstance(exc, lmdb.CorruptedError | lmdb.PanicError | lmdb.PageNotFoundError | OSError):
+                self._fail(exc)
+            return None
+        finally:
+            self._count()
+
+    def _write_all(self, loop: asyncio.AbstractEventLoop) -> None:
+        while batch := [self._queue[place] for place in range(min(BATCH, len(self._queue)))]:
+            self._guarded(lambda store, batch=batch: store.put(batch))  # type: ignore[misc]
+            loop.call_soon_threadsafe(self._written, len(batch))
+            return
+        loop.call_soon_threadsafe(self._written, 0)
+
+    def _written(self, count: int) -> None:
+        """In the event loop again: what was written leaves the queue, where it could be read meanwhile."""
+        for _ in range(min(count, len(self._queue))):
+            _, entry = self._queue.popleft()
+            self._queued_bytes -= len(entry.rest)
+            self._stats.stores += 1
+        self._is_writing = bool(self._queue) and self._thread is not None
+        if self._is_writing and self._thread is not None:
+            self._thread.submit(self._write_all, asyncio.get_running_loop())
+
+    def _open(self) -> None:
+        try:
+            self._store = Store(self._path, self._max_bytes, self._compression, self._clock)
+            self.last_error = None
+            self._count()
+            logger.info("answers on disk: %d in %s", self._stats.entries, self._path)
+        except (lmdb.Error, OSError) as exc:
+            self._fail(exc)
+
+    def _close(self) -> None:
+        if self._store is None:
+            return
+        while self._queue:
+            batch = [self._queue.popleft() for _ in range(min(BATCH, len(self._queue)))]
+            self._guarded(lambda store, batch=batch: store.put(batch))  # type: ignore[misc]
+        self._guarded(lambda store: store.close())
+        self._store = None
+
+    def _fail(self, exc: Exception) -> None:
+        error = str(exc) if isinstance(exc, OSError) else type(exc).__name__
+        if error != self.last_error:
+            logger.warning("answers cannot be kept on disk in %s: %s", self._path, error)
+        self.last_error = error
+        if self._store is not None:
+            self._store.give_up()
+            self._store = None
+
+    def _count(self) -> None:
+        if self._store is not None:
+            self._stats.entries, self._stats.size_bytes = self._store.entries, self._store.size_bytes
+            self._stats.evictions = self._store.evictions
+
+
+class Store:
+    """The file, for one thread. Raises: OSError (also when another process has it), lmdb.Error."""
+
+    def __init__(self, path: Path, max_bytes: int, compression: Compression, clock: Callable[[], float]) -> None:
+        path.mkdir(parents=True, exist_ok=True)
+        self._lock = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._environment = open_environment(path, max_bytes)
+            self._entries = self._environment.open_db(b"entries")
+            self._ages = self._environment.open_db(b"ages")
+        except BlockingIOError as exc:
+            os.close(self._lock)
+            raise OSError("another process uses it") from exc
+        except BaseException:
+            os.close(self._lock)
+            raise
+        self._clock = clock
+        self._compression = compression
+        self._pages = max_bytes // self._environment.stat()["psize"]
+        self._packer = zstandard.ZstdCompressor(level=3)
+        self._unpacker = zstandard.ZstdDecompressor()
+        self.evictions = 0
+        with self._environment.begin() as transaction:
+            last = transaction.cursor(self._ages)
+            self._age = AGE.unpack(last.key())[0] if last.last() else 0
+        self._count()
+
+    def get(self, key: bytes) -> Entry | None:
+        """Raises: Corrupt, after having removed it."""
+        with self._environment.begin(buffers=True) as transaction:
+            value = transaction.get(key, db=self._entries)
+            data = None if value is None else bytes(value)
+        if data is None:
+            return None
+        try:
+            return decode(self._unpack(data[AGE.size :]))
+        except (Corrupt, zstandard.ZstdError) as exc:
+            self.clear(Selection(key=key))
+            raise Corrupt from exc
+
+    def put(self, batch: list[tuple[bytes, Entry]]) -> None:
+        values = [(key, self._pack(entry.encode())) for key, entry in batch]
+        self._make_room(sum(len(value) for _, value in values))
+        try:
+            self._put(values)
+        except lmdb.MapFullError:
+            self._evict(self._pages * 4 * ROOM)
+            if len(values) == 1:
+                raise
+            for value in values:
+                self._put([value])
+        self._count()
+
+    def _put(self, values: list[tuple[bytes, bytes]]) -> None:
+        with self._environment.begin(write=True) as transaction:
+            for key, value in values:
+                self._remove(transaction, key)
+                self._age += 1
+                age = AGE.pack(self._age)
+                transaction.put(key, age + value, db=self._entries)
+                transaction.put(age, key, db=self._ages)
+
+    def clear(self, selection: Selection) -> int:
+        if selection.key is not None:
+            selected = [selection.key]
+        else:
+            with self._environment.begin() as transaction:
+                selected = [key for key in self._from(transaction, selection.tenant or b"") if key in selection]
+        removed = 0
+        for start in range(0, len(selected), BATCH):
+            with self._environment.begin(write=True) as transaction:
+                removed += sum(self._remove(transaction, key) for key in selected[start : start + BATCH])
+        self._count()
+        return removed
+
+    def sync(self) -> None:
+        self._environment.sync(True)
+
+    def close(self) -> None:
+        self.sync()
+        self.give_up()
+
+    def give_up(self) -> None:
+        self._environment.close()
+        os.close(self._lock)
+
+    def _from(self, transaction: lmdb.Transaction, prefix: bytes) -> "list[bytes]":
+        assert len(prefix) in (0, TAG_BYTES)
+        keys = []
+        cursor = transaction.cursor(self._entries)
+        if cursor.set_range(prefix.ljust(KEY_BYTES, b"\0")):
+            for key in cursor.iternext(values=False):
+                if not key.startswith(prefix):
+                    break
+                keys.append(key)
+        return keys
+
+    def _remove(self, transaction: lmdb.Transaction, key: bytes) -> bool:
+        value = transaction.get(key, db=self._entries)
+        if value is None:
+            return False
+        transaction.delete(value[: AGE.size], db=self._ages)
+        return bool(transaction.delete(key, db=self._entries))
+
+    def _make_room(self, needed_bytes: int) -> None:
+        if self._used_pages() + needed_bytes / 4096 > self._pages * FULL:
+            self._evict(needed_bytes / 4096 + self._pages * ROOM)
+
+    def _evict(self, pages: float) -> None:
+        """Remove the oldest entries, so many pages of them, a few at a time: each transaction needs pages of its own."""
+        freed = 0.0
+        while freed < pages:
+            with self._environment.begin(write=True) as transaction:
+                cursor = transaction.cursor(self._ages)
+                if not cursor.first():
+                    return
+                oldest = [bytes(key) for _, key in zip(range(16), cursor.iternext(keys=False), strict=False)]
+                for key in oldest:
+                    freed += max(1.0, len(transaction.get(key, db=self._entries) or b"") / 4096)
+                    self._remove(transaction, key)
+            self.evictions += len(oldest)
+
+    def _used_pages(self) -> int:
+        """Those of the file less those that are free again."""
+        with self._environment.begin() as transaction:
+            stats = [transaction.stat(db) for db in (self._entries, self._ages)]
+        return sum(stat["branch_pages"] + stat["leaf_pages"] + stat["overflow_pages"] for stat in stats)
+
+    def _count(self) -> None:
+        with self._environment.begin() as transaction:
+            self.entries = int(transaction.stat(self._entries)["entries"])
+        self.size_bytes = self._used_pages() * int(self._environment.stat()["psize"])
+
+    def _pack(self, data: bytes) -> bytes:
+        return NONE + data if self._compression == "none" else ZSTD + self._packer.compress(data)
+
+    def _unpack(self, data: bytes) -> bytes:
+        """Raises: Corrupt, zstandard.ZstdError. Either form is read, whatever is written now."""
+        kind, packed = data[:1], data[1:]
+        if kind == NONE:
+            return packed
+        if kind != ZSTD:
+            raise Corrupt
+        return self._unpacker.decompress(packed, max_output_size=MAX_ENTRY_BYTES)
+
+
+def open_environment(path: Path, max_bytes: int) -> lmdb.Environment:
+    """Open LMDB's file; one that is damaged is put away."""
+    options = {"map_size": max_bytes, "max_dbs": 2, "subdir": False, "lock": False, "sync": False, "metasync": False}
+    file = path / "answers.lmdb"
+    try:
+        return lmdb.open(str(file), **options)
+    except (lmdb.InvalidError, lmdb.CorruptedError, lmdb.VersionMismatchError):
+        logger.warning("%s is damaged; it is put away, and a new one is begun", file)
+        file.replace(path / "answers.damaged")
+        return lmdb.open(str(file), **options)

@@ -1,0 +1,340 @@
+"""Flights: engine calls that any number of requests can wait for.
+
+As in Go's singleflight (golang.org/x/sync), the first caller with a key leads and those who come meanwhile follow. Here
+a flight has a log of events besides, which each of them reads from its start, and its work is done by a task of the
+gateway's, so that anybody may leave, the first one too.
+"""
+
+import asyncio
+import secrets
+import time
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+
+from .errors import FlightAborted, StreamGone
+
+KEPT_BYTES = 64 * 1024 * 1024  # of logs of flights that are over
+EVENT_BYTES = 200  # what an event costs besides its data
+SWEEP_S = 1.0
+WATCH_S = 0.2
+
+R = TypeVar("R")
+
+
+class LogEvent(NamedTuple):
+    """One event of an answer: `id` is its place, `<flight>.<number>`; `tells_usage` marks the one that only does so."""
+
+    id: bytes
+    data: bytes
+    name: str | None = None
+    tells_usage: bool = False
+
+
+class Flight(Generic[R]):
+    """One engine call. It is over when `result` or `error` is there."""
+
+    def __init__(self, key: bytes, ref: bytes | None = None) -> None:
+        self.key = key
+        self.ref = ref or secrets.token_hex(8).encode()
+        self.log: list[LogEvent] = []
+        self.size_bytes = 0
+        self.result: R | None = None
+        self.error: BaseException | None = None
+        self.is_over = False
+        self.began_at = time.time()
+        self.ended_at = 0.0
+        self.owners: set[bytes] = set()  # who has read it as a stream, and may read on
+        self.seats: dict[Seat[R], None] = {}  # in the order of their coming
+        self.source: bytes | None = None  # the flight whose log in Redis this one writes or reads
+        self.cost: Callable[[], int] = lambda: 0  # what it has cost so far, in whatever is paid with
+        self._paid = 0
+        self.task: asyncio.Task[None] | None = None
+        self._waiting: list[asyncio.Future[None]] = []
+
+    def append(self, data: bytes, name: str | None = None, tells_usage: bool = False, id: bytes | None = None) -> None:
+        """Add an event; without an id of another flight's log it gets the next one of this."""
+        if id is None:
+            id = b"%b.%d" % (self.ref, len(self.log))
+        self.log.append(LogEvent(id, data, name, tells_usage))
+        self.size_bytes += len(data) + EVENT_BYTES
+        self._wake()
+
+    def end(self, result: R | None, error: BaseException | None) -> None:
+        self.result, self.error = result, error
+        self.is_over = True
+        self.ended_at = time.monotonic()
+        self._wake()
+
+    def progress(self) -> "asyncio.Future[None]":
+        """Done at the next event or at the end."""
+        future = asyncio.get_running_loop().create_future()
+        self._waiting.append(future)
+        return future
+
+    def _wake(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        for future in waiting:
+            if not future.done():
+                future.set_result(None)
+
+    def bill(self) -> int:
+        """What has to be paid since the last bill."""
+        due = self.cost() - self._paid
+        self._paid += due
+        return due
+
+    def find(self, event_id: bytes) -> int | None:
+        """The place of an event in the log."""
+        return next((place for place, event in enumerate(self.log) if event.id == event_id), None)
+
+
+class Seat(Generic[R]):
+    """One request's place in a flight; to be left with `leave`, once."""
+
+    def __init__(self, flight: Flight[R], leads: bool, position: int, left: "Callable[[Flight[R]], None]") -> None:
+        self.flight = flight
+        self.leads = leads
+        self.position = position
+        self._left = left
+        flight.seats[self] = None
+
+    @property
+    def pays(self) -> bool:
+        """Whether what the engine does is for this request's account: that of the longest waiting one."""
+        return next(iter(self.flight.seats), None) is self
+
+    def leave(self) -> None:
+        if self.flight.seats.pop(self, self) is None:
+            self._left(self.flight)
+
+    async def events(self) -> list[LogEvent]:
+        """Those that came since the last call; waits for some. Empty at the end. Raises what ended the flight."""
+        flight = self.flight
+        while self.position >= len(flight.log):
+            if flight.is_over:
+                if flight.error is not None:
+                    raise flight.error.with_traceback(None)
+                return []
+            await flight.progress()
+        events = flight.log[self.position :]
+        self.position = len(flight.log)
+        return events
+
+    async def result(self) -> R | None:
+        """What the whole flight came to. Raises what ended it."""
+        flight = self.flight
+        while not flight.is_over:
+            await flight.progress()
+        if flight.error is not None:
+            raise flight.error.with_traceback(None)
+        return flight.result
+
+
+Work = Callable[[Flight[R]], Coroutine[Any, Any, R]]
+
+
+class Commons(Protocol[R]):
+    """Flights that replicas share."""
+
+    async def fly(self, flight: Flight[R], work: Work[R], is_shared: bool) -> R:
+        """Do the work, or follow the replica that does it. Raises what the work raises."""
+        ...
+
+    async def is_watched(self, flight: Flight[R]) -> bool:
+        """Whether another replica follows this flight."""
+        ...
+
+    async def open(self, key: bytes, ref: bytes, owner: bytes) -> Work[R] | None:
+        """What follows a flight of another replica that this owner has read; None: there is none."""
+        ...
+
+    def admit(self, flight: Flight[R], owner: bytes) -> None:
+        """Let an owner read on, through any replica."""
+        ...
+
+
+@dataclass(slots=True)
+class FlightStats:
+    """Counts since the start: flights, and requests that joined one."""
+
+    flights: int = 0
+    followers: int = 0
+    resumed: int = 0
+    in_flight: int = 0
+    kept: int = 0
+
+
+class Flights(Generic[R]):
+    """`resume_s`: how long a stream can be read on in after its end. `linger_s`: how long a flight goes on that nobody
+    waits for. Producers run from when `run` does."""
+
+    def __init__(self, resume_s: float, linger_s: float = 0.0, commons: Commons[R] | None = None) -> None:
+        self._resume_s = resume_s
+        self._linger_s = linger_s
+        self._commons = commons
+        self._group: asyncio.TaskGroup | None = None
+        # Mutable state: flights that can be joined, all that are not over, those that are, and their size.
+        self._open: dict[bytes, Flight[R]] = {}
+        self._flying: dict[bytes, Flight[R]] = {}
+        self._kept: OrderedDict[bytes, Flight[R]] = OrderedDict()
+        self._kept_bytes = 0
+        self._stats = FlightStats()
+
+    def stats(self) -> FlightStats:
+        self._stats.in_flight, self._stats.kept = len(self._flying), len(self._kept)
+        return self._stats
+
+    def is_open(self, key: bytes) -> bool:
+        return key in self._open
+
+    async def run(self) -> None:
+        """Let producers run, and forget old flights, until cancelled."""
+        async with asyncio.TaskGroup() as group:
+            self._group = group
+            while True:
+                await asyncio.sleep(SWEEP_S)
+                self._forget_old()
+
+    def join(self, key: bytes, work: Work[R], is_shared: bool, anew: bool = False) -> Seat[R]:
+        """Follow the flight of this key, or lead one. One that is not shared, or begun `anew` beside another, is
+        followed by nobody."""
+        flight = self._open.get(key) if is_shared and not anew else None
+        if flight is not None:
+            self._stats.followers += 1
+            return self._seat(flight, leads=False)
+        return self._seat(self._start(Flight(key), work, is_shared), leads=True)
+
+    async def resume(self, key: bytes, event_id: bytes, owner: bytes, work: Work[R] | None) -> Seat[R]:
+        """Read on after an event that this owner was sent. A flight that was aborted meanwhile goes on with `work`,
+        when it is given: the same answer computed again.
+
+        Raises: StreamGone.
+        """
+        ref = event_id.partition(b".")[0]
+        flight = self._flying.get(ref) or self._kept.get(ref) or self._of_other_ref(key, event_id)
+        if flight is None and self._commons is not None:
+            follow = await self._commons.open(key, ref, owner)
+            if follow is not None:
+                flight = self._start(Flight(key, ref), follow, is_shared=False, is_alone=True)
+                flight.owners.add(owner)
+        if flight is None or flight.key != key or owner not in flight.owners:
+            raise StreamGone
+        seat = self._seat(flight, leads=False)
+        try:
+            while (place := flight.find(event_id)) is None:
+                if flight.is_over:
+                    raise StreamGone
+                await flight.progress()
+        except BaseException:
+            seat.leave()
+            raise
+        self._stats.resumed += 1
+        if isinstance(flight.error, FlightAborted):
+            seat.leave()
+            if work is None:
+                raise StreamGone
+            again = Flight[R](key)
+            again.owners.add(owner)
+            for event in flight.log[: place + 1]:
+                again.append(event.data, event.name, event.tells_usage, event.id)
+            seat = self._seat(self._start(again, work, is_shared=True), leads=True)
+        seat.position = place + 1
+        return seat
+
+    def admit(self, seat: Seat[R], owner: bytes) -> None:
+        """Let the owner read on in this flight later."""
+        seat.flight.owners.add(owner)
+        if self._commons is not None:
+            self._commons.admit(seat.flight, owner)
+
+    def _of_other_ref(self, key: bytes, event_id: bytes) -> Flight[R] | None:
+        """A flight that took another one over has events of that one's in its log."""
+        flight = self._open.get(key)
+        return flight if flight is not None and flight.find(event_id) is not None else None
+
+    def _seat(self, flight: Flight[R], leads: bool) -> Seat[R]:
+        return Seat(flight, leads, 0, self._left)
+
+    def _start(self, flight: Flight[R], work: Work[R], is_shared: bool, is_alone: bool = False) -> Flight[R]:
+        if self._group is None:
+            raise RuntimeError("flights do not run yet")
+        self._stats.flights += 1
+        self._flying[flight.ref] = flight
+        if is_shared:
+            self._open.setdefault(flight.key, flight)
+        flying = (
+            work(flight)
+            if self._commons is None or is_alone or not flight.key
+            else self._commons.fly(flight, work, is_shared)
+        )
+        flight.task = self._group.create_task(self._produce(flight, flying))
+        return flight
+
+    async def _produce(self, flight: Flight[R], flying: Awaitable[R]) -> None:
+        try:
+            result = await flying
+        except asyncio.CancelledError:
+            self._land(flight, None, FlightAborted())
+            raise
+        except Exception as exc:
+            self._land(flight, None, exc)
+        else:
+            self._land(flight, result, None)
+
+    def _land(self, flight: Flight[R], result: R | None, error: BaseException | None) -> None:
+        """No await between this and what stored the result: who comes now finds it there or starts anew."""
+        self._close(flight)
+        self._flying.pop(flight.ref, None)
+        flight.end(result, error)
+        if flight.owners:
+            self._kept[flight.ref] = flight
+            self._kept_bytes += flight.size_bytes
+            self._forget_old()
+
+    def _close(self, flight: Flight[R]) -> None:
+        if self._open.get(flight.key) is flight:
+            del self._open[flight.key]
+
+    def _left(self, flight: Flight[R]) -> None:
+        """Somebody has; the last one takes the flight along."""
+        if flight.seats or flight.is_over or self._group is None:
+            return
+        if self._linger_s > 0 or self._commons is not None:
+            self._group.create_task(self._abort_unless_wanted(flight))
+        else:
+            self._abort(flight)
+
+    async def _abort_unless_wanted(self, flight: Flight[R]) -> None:
+        if self._linger_s > 0:
+            await asyncio.sleep(self._linger_s)
+        while not flight.seats and not flight.is_over:
+            if self._commons is None or not await self._commons.is_watched(flight):
+                if not flight.seats:
+                    self._abort(flight)
+                return
+            await asyncio.sleep(WATCH_S)
+
+    def _abort(self, flight: Flight[R]) -> None:
+        self._close(flight)
+        if flight.task is not None:
+            flight.task.cancel()
+
+    def _forget_old(self) -> None:
+        oldest = time.monotonic() - self._resume_s
+        while self._kept:
+            flight = next(iter(self._kept.values()))
+            if flight.ended_at > oldest and self._kept_bytes <= KEPT_BYTES:
+                return
+            self._kept.popitem(last=False)
+            self._kept_bytes -= flight.size_bytes
+
+
+@contextmanager
+def seated(seat: Seat[R]) -> Iterator[Seat[R]]:
+    try:
+        yield seat
+    finally:
+        seat.leave()
