@@ -7,7 +7,6 @@ from datetime import UTC, datetime
 from typing import Annotated, Any
 
 import psutil
-from cache.disk import DiskTier
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
@@ -16,6 +15,7 @@ from starlette.middleware.gzip import GZipMiddleware
 from auth.errors import AuthError
 from auth.jwks import KeySet
 from auth.principal import Principal
+from cache.disk import DiskTier
 from cache.errors import CacheError
 from routing.errors import RoutingError
 from routing.models import Models

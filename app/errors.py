@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 
 import orjson
-from cache.continuation import Diverged
 
 from auth.errors import (
     ConcurrencyLimitExceeded,
@@ -17,6 +16,7 @@ from auth.errors import (
     ModelNotAllowed,
     RateLimitExceeded,
 )
+from cache.continuation import Diverged
 from cache.errors import FlightAborted, NotInCache, StreamGone
 from routing.errors import (
     ContextLengthExceeded,

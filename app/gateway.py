@@ -8,9 +8,6 @@ from hashlib import blake2b
 from typing import Protocol
 
 import orjson
-from cache.disk import DiskTier
-from cache.memory import MemoryTier
-from cache.redis import RedisTier
 from fastapi import FastAPI
 from prometheus_fastapi_instrumentator import Instrumentator
 
@@ -19,8 +16,11 @@ from auth.limits import Limiter
 from auth.shared_counts import RedisCounts
 from cache.clearing import Clearings
 from cache.commons import RedisCommons
+from cache.disk import DiskTier
 from cache.flight import Flights
 from cache.key import KeyMaker
+from cache.memory import MemoryTier
+from cache.redis import RedisTier
 from cache.store import ResponseCache
 from cache.tier import Tier
 from routing.engine import Engine
@@ -87,7 +87,9 @@ class Gateway:
         authenticator = self.authenticator = make_authenticator(settings.auth, keys)
         budget_s = settings.limits.time_budget_ms / 1000
         redis = settings.cache.redis
-        self.redis = RedisLink(redis.url, budget_s) if redis.url is not None else None
+        self.redis = (
+            RedisLink(redis, max(budget_s, settings.cache.time_budget_ms / 1000)) if redis.url is not None else None
+        )
         self._counts = RedisCounts(self.redis, redis.namespace, budget_s) if self.redis else None
         limiter = Limiter(make_policy(settings.limits), self._counts)
         cache = settings.cache

@@ -1,6 +1,6 @@
-"""The Redis that replicas share: one connection for scripts, and whether it can be relied on just now.
+"""The Redis that replicas share: one connection for commands, and whether it can be relied on just now.
 
-Scripts that wait while others are under way leave together, in one pipeline: a round trip costs this process about as
+Commands that wait while others are under way leave together, in one pipeline: a round trip costs this process about as
 much for fifty as for one.
 """
 
@@ -14,11 +14,10 @@ from functools import cache
 from hashlib import sha1
 from typing import Any
 
-from redis.asyncio import ConnectionPool, Redis
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
-from redis.exceptions import ConnectionError as RedisConnectionError
-from redis.exceptions import NoScriptError, RedisError
+from redis.exceptions import NoScriptError
+
+from .redis_transport import Failures, check, make_client
+from .settings import RedisSettings
 
 logger = logging.getLogger("headrace")
 
@@ -31,6 +30,8 @@ NOT_REACHED = "not reached yet"
 # enough for the batch before it and its own to be sent, read, and handed over.
 DEADLINE_STEPS = 8
 TIMER_LAG = 0.15  # uvloop's timers have milliseconds and come late, so the steps together are shorter by this
+SCAN_STEP = 500
+SCAN_TIMEOUT_S = 60.0
 MAX_BATCH = 512  # some ten milliseconds of Redis's time; only a busy loop lets so many come together
 
 
@@ -46,32 +47,30 @@ class RedisStatus:
 
 
 @dataclass(slots=True)
-class Evaluation:
-    """A script that is to be run; `answer` is None when it cannot be, or not in time."""
+class Command:
+    """A command that is to be sent; `answer` is None when it cannot be, or not in time. A `script` is sent by its
+    digest (`arguments` begin after it), and in full where Redis does not know that."""
 
-    script: str
-    keys: Sequence[str]
-    arguments: Sequence[Any]
+    arguments: tuple[Any, ...]
+    script: str | None = None
     answer: "asyncio.Future[Any]" = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
-    def arguments_of(self, script: str) -> tuple[Any, ...]:
-        return (script, len(self.keys), *self.keys, *self.arguments)
+    @property
+    def quick(self) -> tuple[Any, ...]:
+        return self.arguments if self.script is None else ("EVALSHA", script_id(self.script), *self.arguments)
+
+    @property
+    def full(self) -> tuple[Any, ...]:
+        return ("EVAL", self.script, *self.arguments)
 
 
 class RedisLink:
     """A circuit breaker: open (not up) from the start, closed by a check that answers within `budget_s`, opened by
     failures in a row, and only checks are sent while it is open."""
 
-    def __init__(self, url: str, budget_s: float) -> None:
-        self._pool = ConnectionPool.from_url(
-            url,
-            socket_connect_timeout=CHECK_TIMEOUT_S,
-            socket_timeout=None,  # every use has a deadline already
-            # A connection that was kept over a restart of Redis is dead: one more try, with a new one.
-            retry=Retry(NoBackoff(), 1),
-            retry_on_error=[RedisConnectionError],
-        )
-        self._client = Redis(connection_pool=self._pool)
+    def __init__(self, settings: RedisSettings, budget_s: float) -> None:
+        self._client = make_client(settings, CHECK_TIMEOUT_S)
+        self._check_key = f"{settings.namespace}:check"
         self._budget_s = budget_s
         # Mutable state, changed by `_send`, `_failed`, `_open`, and `_check`.
         self.is_up = False
@@ -79,7 +78,7 @@ class RedisLink:
         self._failures = 0
         self._latency_s: float | None = None
         self._error: str | None = NOT_REACHED
-        self._waiting: list[Evaluation] = []
+        self._waiting: list[Command] = []
         self._is_wanted = asyncio.Event()
 
     def status(self) -> RedisStatus:
@@ -87,21 +86,52 @@ class RedisLink:
         return RedisStatus(self.is_up, latency_ms, self._error, self._failures)
 
     def submit(self, script: str, keys: Sequence[str], arguments: Sequence[Any]) -> "asyncio.Future[Any]":
-        """Have a Lua script run, after those submitted before. Its answer must not be nil: None says that Redis is not
-        to be relied on now, or failed; the script may have run all the same. Nobody need wait for it."""
-        evaluation = Evaluation(script, keys, arguments)
+        """Have a Lua script run, after what was submitted before. Its answer must not be nil: None says that Redis is
+        not to be relied on now, or failed; the script may have run all the same. Nobody need wait for it."""
+        return self._submit(Command((len(keys), *keys, *arguments), script))
+
+    def submit_command(self, *arguments: Any) -> "asyncio.Future[Any]":
+        """Have a command run, after what was submitted before; its first argument is its key. None is nil, or stands
+        for an answer that cannot be had. Nobody need wait for it."""
+        return self._submit(Command(arguments))
+
+    def _submit(self, command: Command) -> "asyncio.Future[Any]":
         if self.is_up:
-            self._waiting.append(evaluation)
+            self._waiting.append(command)
             self._is_wanted.set()
         else:
-            evaluation.answer.set_result(None)
-        return evaluation.answer
+            command.answer.set_result(None)
+        return command.answer
 
     async def evaluate(self, script: str, keys: Sequence[str], arguments: Sequence[Any], timeout_s: float) -> Any:
-        """Submit, and wait so long for the answer: None when it does not come in time."""
+        """Submit a script, and wait so long for the answer: None when it does not come in time."""
         answer = self.submit(script, keys, arguments)
         with deadline(timeout_s, lambda: give_up([answer])):
             return await answer
+
+    async def command(self, *arguments: Any, timeout_s: float) -> Any:
+        """Submit a command, and wait so long for the answer: None when it does not come in time."""
+        answer = self.submit_command(*arguments)
+        with deadline(timeout_s, lambda: give_up([answer])):
+            return await answer
+
+    async def delete_matching(self, pattern: str) -> int:
+        """Delete all keys that match, on every node; return how many there were. Fails as other uses do: what is gone
+        then, is."""
+        removed = 0
+        keys: list[bytes] = []
+        try:
+            async with asyncio.timeout(SCAN_TIMEOUT_S):
+                async for key in self._client.scan_iter(match=pattern, count=SCAN_STEP):
+                    keys.append(key)
+                    if len(keys) == SCAN_STEP:
+                        removed += await self._client.unlink(*keys)
+                        keys.clear()
+                if keys:
+                    removed += await self._client.unlink(*keys)
+        except Failures as exc:
+            self._failed(type(exc).__name__)
+        return removed
 
     async def run(self) -> None:
         """Check, and send, until cancelled."""
@@ -111,9 +141,8 @@ class RedisLink:
                 group.create_task(self._send_for_ever())
         finally:
             self.is_up = False
-            give_up(evaluation.answer for evaluation in self._waiting)
+            give_up(command.answer for command in self._waiting)
             await self._client.aclose()
-            await self._pool.disconnect()
 
     async def _send_for_ever(self) -> None:
         while True:
@@ -121,16 +150,16 @@ class RedisLink:
             self._is_wanted.clear()
             while self._waiting:
                 batch, self._waiting = self._waiting[:MAX_BATCH], self._waiting[MAX_BATCH:]
-                batch = [evaluation for evaluation in batch if not evaluation.answer.done()]
+                batch = [command for command in batch if not command.answer.done()]
                 if batch:
                     await self._send(batch)
 
-    async def _send(self, batch: list[Evaluation]) -> None:
+    async def _send(self, batch: list[Command]) -> None:
         """Run the batch. Each time that the budget passes without an answer counts as a failure; the connection is kept
         until there are enough of those, since a new one takes several round trips."""
 
         def late() -> None:
-            give_up(evaluation.answer for evaluation in batch)
+            give_up(command.answer for command in batch)
             self._failed("TimeoutError")
             if not self.is_up:
                 timeout.reschedule(0)
@@ -138,40 +167,39 @@ class RedisLink:
         try:
             async with asyncio.timeout(None) as timeout:
                 with deadline(self._budget_s, late):
-                    answers = await self._evaluate_all(batch)
+                    answers = await self._run_all(batch)
         except TimeoutError:
             return
-        except (RedisError, OSError) as exc:
-            give_up(evaluation.answer for evaluation in batch)
+        except Failures as exc:
+            give_up(command.answer for command in batch)
             self._failed(type(exc).__name__)
             return
         except asyncio.CancelledError:
-            give_up(evaluation.answer for evaluation in batch)
+            give_up(command.answer for command in batch)
             raise
         error = next((answer for answer in answers if isinstance(answer, Exception)), None)
-        for evaluation, answer in zip(batch, answers, strict=True):
-            if not evaluation.answer.done():
-                evaluation.answer.set_result(None if isinstance(answer, Exception) else answer)
+        for command, answer in zip(batch, answers, strict=True):
+            if not command.answer.done():
+                command.answer.set_result(None if isinstance(answer, Exception) else answer)
         if error is None:
             self._failures_in_a_row = 0
         else:
             self._failed(type(error).__name__)
 
-    async def _evaluate_all(self, batch: list[Evaluation]) -> list[Any]:
-        """Run the scripts in one round trip; one more for those that Redis does not know yet."""
-        answers = await self._pipeline("EVALSHA", batch, [script_id(evaluation.script) for evaluation in batch])
+    async def _run_all(self, batch: list[Command]) -> list[Any]:
+        """Run the commands in one round trip; one more for scripts that Redis does not know yet."""
+        answers = await self._pipeline([command.quick for command in batch])
         unknown = [place for place, answer in enumerate(answers) if isinstance(answer, NoScriptError)]
         if unknown:
-            again = [batch[place] for place in unknown]
-            more = await self._pipeline("EVAL", again, [evaluation.script for evaluation in again])
+            more = await self._pipeline([batch[place].full for place in unknown])
             for place, answer in zip(unknown, more, strict=True):
                 answers[place] = answer
         return answers
 
-    async def _pipeline(self, command: str, batch: list[Evaluation], scripts: list[str]) -> list[Any]:
+    async def _pipeline(self, commands: list[tuple[Any, ...]]) -> list[Any]:
         async with self._client.pipeline(transaction=False) as pipeline:
-            for evaluation, script in zip(batch, scripts, strict=True):
-                pipeline.execute_command(command, *evaluation.arguments_of(script))
+            for command in commands:
+                pipeline.execute_command(*command)
             return await pipeline.execute(raise_on_error=False)
 
     def _failed(self, error: str) -> None:
@@ -182,9 +210,9 @@ class RedisLink:
 
     def _open(self, error: str) -> None:
         if self.is_up or self._error == NOT_REACHED:
-            logger.warning("Redis fails (%s); this replica goes by its own counts until it is back", error)
+            logger.warning("Redis fails (%s); limits, cache, and flights are this replica's own meanwhile", error)
         self.is_up, self._error = False, error
-        give_up(evaluation.answer for evaluation in self._waiting)
+        give_up(command.answer for command in self._waiting)
 
     async def _check_for_ever(self) -> None:
         while True:
@@ -197,10 +225,10 @@ class RedisLink:
         try:
             async with asyncio.timeout(CHECK_TIMEOUT_S):
                 if not self.is_up:
-                    await self._client.ping()  # on a new connection, perhaps, which takes several round trips
+                    await check(self._client, self._check_key)  # on new connections, perhaps: several round trips
                 with deadline(self._budget_s, is_late.set):
-                    await self._client.ping()
-        except (RedisError, OSError) as exc:  # TimeoutError is an OSError
+                    await check(self._client, self._check_key)
+        except Failures as exc:  # TimeoutError is an OSError
             self._open(type(exc).__name__)
             return
         self._latency_s = time.monotonic() - started

@@ -128,14 +128,16 @@ class DiskTier:
         if self._store is None:
             return None
         try:
-            return work(self._store)
-        except (lmdb.Error, OSError, Corrupt) as exc:
+            result = work(self._store)
+        except Corrupt:
             self._stats.failures += 1
-            if isinstance(exc, lmdb.CorruptedError | lmdb.PanicError | lmdb.PageNotFoundError | OSError):
-                self._fail(exc)
             return None
-        finally:
-            self._count()
+        except (lmdb.Error, OSError) as exc:
+            self._stats.failures += 1
+            self._fail(exc)
+            return None
+        self._count()
+        return result
 
     def _write_all(self, loop: asyncio.AbstractEventLoop) -> None:
         while batch := [self._queue[place] for place in range(min(BATCH, len(self._queue)))]:
@@ -173,6 +175,7 @@ class DiskTier:
         self._store = None
 
     def _fail(self, exc: Exception) -> None:
+        """Give it up; `run` opens it again in a while."""
         error = str(exc) if isinstance(exc, OSError) else type(exc).__name__
         if error != self.last_error:
             logger.warning("answers cannot be kept on disk in %s: %s", self._path, error)
@@ -279,7 +282,8 @@ class Store:
         keys = []
         cursor = transaction.cursor(self._entries)
         if cursor.set_range(prefix.ljust(KEY_BYTES, b"\0")):
-            for key in cursor.iternext(values=False):
+            for found in cursor.iternext(values=False):
+                key = bytes(found)
                 if not key.startswith(prefix):
                     break
                 keys.append(key)
@@ -297,7 +301,7 @@ class Store:
             self._evict(needed_bytes / 4096 + self._pages * ROOM)
 
     def _evict(self, pages: float) -> None:
-        """Remove the oldest entries, so many pages of them, a few at a time: each transaction needs pages of its own."""
+        """Remove the oldest entries, so many pages of them; a few at a time, since a transaction needs pages too."""
         freed = 0.0
         while freed < pages:
             with self._environment.begin(write=True) as transaction:
@@ -336,11 +340,14 @@ class Store:
 
 def open_environment(path: Path, max_bytes: int) -> lmdb.Environment:
     """Open LMDB's file; one that is damaged is put away."""
-    options = {"map_size": max_bytes, "max_dbs": 2, "subdir": False, "lock": False, "sync": False, "metasync": False}
     file = path / "answers.lmdb"
+
+    def open_file() -> lmdb.Environment:
+        return lmdb.open(str(file), map_size=max_bytes, max_dbs=2, subdir=False, lock=False, sync=False, metasync=False)
+
     try:
-        return lmdb.open(str(file), **options)
+        return open_file()
     except (lmdb.InvalidError, lmdb.CorruptedError, lmdb.VersionMismatchError):
         logger.warning("%s is damaged; it is put away, and a new one is begun", file)
         file.replace(path / "answers.damaged")
-        return lmdb.open(str(file), **options)
+        return open_file()

@@ -11,6 +11,7 @@ from limits.aio.storage import RedisStorage
 from redis.asyncio import Redis
 
 from app.redis_link import RedisLink
+from app.settings import RedisSettings
 from auth.errors import ConcurrencyLimitExceeded, LimitExceeded, RateLimitExceeded
 from auth.limits import Admission, Limiter, Policy
 from auth.principal import Principal, Quota
@@ -27,7 +28,7 @@ WINDOW_S = 2
 
 @asynccontextmanager
 async def counting(redis: RedisServer, lease_s: float = 60) -> AsyncIterator[RedisCounts]:
-    link = RedisLink(redis.url, budget_s=5)
+    link = RedisLink(RedisSettings(url=redis.url), budget_s=5)
     counts = RedisCounts(link, "test", budget_s=5, window_s=WINDOW_S, lease_s=lease_s)
     async with running(link), running(counts):
         await until(lambda: link.is_up)

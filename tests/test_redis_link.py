@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from redis.asyncio import Redis
 
 from app.redis_link import MAX_BATCH, RedisLink
+from app.settings import RedisSettings
 
 from .conftest import until
 from .redis_server import RedisServer
@@ -18,7 +19,7 @@ FAIL = "return redis.error_reply('no')"
 
 @asynccontextmanager
 async def linked(url: str, budget_s: float = 0.05) -> AsyncIterator[RedisLink]:
-    link = RedisLink(url, budget_s)
+    link = RedisLink(RedisSettings(url=url), budget_s)
     task = asyncio.create_task(link.run())
     try:
         await until(lambda: link.is_up)
@@ -92,7 +93,7 @@ async def test_caller_who_leaves_is_not_waited_for(redis: RedisServer) -> None:
 async def test_whoever_waits_is_let_go_at_the_end(redis: RedisServer) -> None:
     redis.freeze()
     try:
-        link = RedisLink(redis.url, 30)
+        link = RedisLink(RedisSettings(url=redis.url), 30)
         link.is_up = True
         task = asyncio.create_task(link.run())
         asked = [asyncio.create_task(link.evaluate(ADD, ["end"], [1], 60)) for _ in range(3)]

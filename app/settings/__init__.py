@@ -1,13 +1,13 @@
 """The settings tree: preset, then file, then environment. Read once, and the only reader of the environment."""
 
 from .auth import ApiKeySettings, AuthSettings, JwtSettings, LimitSettings, QuotaSettings
+from .cache import CacheSettings, RedisSettings
 from .loading import SettingsError, dump_settings, load_settings
 from .section import Section
 from .server import ServerSettings
 from .tree import (
     BUILTIN_MODEL,
     BUILTIN_MODEL_NAME,
-    CacheSettings,
     ModelSettings,
     PoolSettings,
     Settings,
@@ -25,6 +25,7 @@ __all__ = [
     "ModelSettings",
     "PoolSettings",
     "QuotaSettings",
+    "RedisSettings",
     "Section",
     "ServerSettings",
     "Settings",

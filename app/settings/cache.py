@@ -2,10 +2,21 @@
 
 from pathlib import Path
 from typing import Literal, Self
+from urllib.parse import urlsplit
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from .section import Section
+
+REDIS_SCHEMES = (
+    "redis",
+    "rediss",
+    "unix",
+    "redis+sentinel",
+    "rediss+sentinel",
+    "redis+cluster",
+    "rediss+cluster",
+)
 
 
 class MemorySettings(Section):
@@ -17,6 +28,45 @@ class MemorySettings(Section):
     """Memory for them, with all that they cost besides their text."""
     eviction: Literal["lru", "lfu", "adaptive"] = "lru"
     """Which go first: `lru`, the longest unused; `lfu`, the least used; `adaptive`, as the traffic suggests (ARC)."""
+
+
+class RedisSettings(Section):
+    url: str | None = None
+    """The Redis that replicas share: `redis://` or, with TLS, `rediss://`; `unix://`;
+    `redis+sentinel://HOST:PORT,HOST:PORT/SERVICE`; `redis+cluster://HOST:PORT,HOST:PORT` (`rediss+…` with TLS). Limits
+    are counted there, and answers kept. Without it, each replica does so for itself."""
+    password_file: Path | None = None
+    """Its password, in place of one in the URL; read at each connection."""
+    sentinel_password_file: Path | None = None
+    """That of the Sentinels, where they ask for one."""
+    ca_file: Path | None = None
+    """Certificates (PEM) that sign Redis's own; the system's by default."""
+    cert_file: Path | None = None
+    """This gateway's certificate (PEM), where Redis asks for one."""
+    key_file: Path | None = None
+    """Its key (PEM)."""
+    namespace: str = Field("headrace", pattern="^[A-Za-z0-9_.-]+$")
+    """What keys in Redis begin with, so that several gateways can use one Redis."""
+
+    @field_validator("url")
+    @classmethod
+    def _url_is_one_of_redis(cls, url: str | None) -> str | None:
+        if url is None:
+            return url
+        parts = urlsplit(url)
+        if parts.scheme not in REDIS_SCHEMES:
+            raise ValueError(f"it begins with one of {', '.join(f'{scheme}://' for scheme in REDIS_SCHEMES)}")
+        if parts.scheme.endswith("+sentinel") and not parts.path.strip("/"):
+            raise ValueError("a URL of Sentinels ends with the name of the service: redis+sentinel://HOST:PORT/SERVICE")
+        return url
+
+    @model_validator(mode="after")
+    def _tls_files_are_for_tls(self) -> Self:
+        if any((self.ca_file, self.cert_file, self.key_file)) and not (self.url or "").startswith("rediss"):
+            raise ValueError("ca_file, cert_file, and key_file are for TLS: a url that begins with rediss")
+        if (self.cert_file is None) != (self.key_file is None):
+            raise ValueError("cert_file and key_file go together")
+        return self
 
 
 class DiskSettings(Section):
@@ -39,9 +89,7 @@ class SingleflightSettings(Section):
     stream still running."""
 
 
-class CacheLimits(Section):
-    """Common base: what `[cache]` has besides its tiers."""
-
+class CacheSettings(Section):
     enabled: bool = True
     """Answer repeated requests from the cache."""
     policy: Literal["deterministic", "all", "opt-in"] = "deterministic"
@@ -61,6 +109,9 @@ class CacheLimits(Section):
     """The tenant for which `warm_file` is run, where a line names none."""
     warm_requests_per_s: float = Field(10.0, gt=0)
     """How many of them a second, at most."""
+    memory: MemorySettings = MemorySettings()
+    redis: RedisSettings = RedisSettings()
+    disk: DiskSettings = DiskSettings()
 
     @model_validator(mode="after")
     def _somebody_is_warmed(self) -> Self:

@@ -3,39 +3,17 @@
 import os
 from pathlib import Path
 from typing import Any, Literal, Self
-from urllib.parse import urlsplit
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from .auth import AuthSettings, LimitSettings
-from .cache import CacheLimits, DiskSettings, MemorySettings, SingleflightSettings
+from .cache import CacheSettings, SingleflightSettings
 from .section import Section
 from .server import ServerSettings
 
 BUILTIN_MODEL = "builtin"
 BUILTIN_MODEL_NAME = "SmolLM2-135M-Instruct"
 DEVELOPMENT_SECRET = "development-secret"
-
-
-class RedisSettings(Section):
-    url: str | None = None
-    """The Redis that replicas share (`redis://`, `rediss://`, `unix://`); limits are counted there. Without it, each
-    replica counts for itself."""
-    namespace: str = Field("headrace", pattern="^[A-Za-z0-9_.-]+$")
-    """What keys in Redis begin with, so that several gateways can use one Redis."""
-
-    @field_validator("url")
-    @classmethod
-    def _url_is_one_of_redis(cls, url: str | None) -> str | None:
-        if url is not None and urlsplit(url).scheme not in ("redis", "rediss", "unix"):
-            raise ValueError("it begins with redis://, rediss://, or unix://")
-        return url
-
-
-class CacheSettings(CacheLimits):
-    memory: MemorySettings = MemorySettings()
-    redis: RedisSettings = RedisSettings()
-    disk: DiskSettings = DiskSettings()
 
 
 class ScriptedSettings(Section):

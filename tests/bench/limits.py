@@ -18,6 +18,7 @@ from limits import RateLimitItemPerMinute
 from limits.aio.storage import RedisStorage
 
 from app.redis_link import RedisLink
+from app.settings import RedisSettings
 from auth.limits import Limiter, Policy
 from auth.principal import Principal, Quota
 from auth.shared_counts import RedisCounts
@@ -49,7 +50,7 @@ def admitting(limiter: Limiter) -> Callable[[], Awaitable[None]]:
 async def run(count: int) -> None:
     policy = Policy(tenant=Quota(requests_per_minute=LOTS, tokens_per_minute=LOTS))
     with redis_server() as server:
-        link = RedisLink(server.url, BUDGET_S)
+        link = RedisLink(RedisSettings(url=server.url), BUDGET_S)
         counts = RedisCounts(link, "bench", BUDGET_S)
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(link.run()), group.create_task(counts.run())]

@@ -26,7 +26,7 @@ CHURN = 1_000_000
 
 def entry(size: int) -> Entry:
     now = time.time()
-    return Entry(bytes(b"chatcmpl-"), os.urandom(8) * (size // 8), 1000, 3000, now, now + 3600)
+    return Entry(b"chatcmpl-", os.urandom(8) * (size // 8), 1000, 3000, now, now + 3600)
 
 
 def measure(eviction: Any) -> None:
@@ -58,7 +58,8 @@ def objects_of() -> int:
 
 
 def main() -> None:
-    print(f"max_memory_bytes is {MAX_BYTES}\n{'eviction':10} {'':8} {'entries':>8} {'counted':>12} {'resident':>12}  ratio")
+    print(f"max_memory_bytes is {MAX_BYTES}")
+    print(f"{'eviction':10} {'':8} {'entries':>8} {'counted':>12} {'resident':>12}  ratio")
     context = multiprocessing.get_context("spawn")
     for eviction in ("lru", "lfu", "adaptive"):
         process = context.Process(target=measure, args=(eviction,))
