@@ -114,9 +114,9 @@ class RedisCommons(Generic[R]):
         self._budget_s = budget_s
         self._kept_ms = max(int(resume_s * 1000), LEAST_KEPT_MS)
 
-    async def fly(self, flight: Flight[R], work: Work[R], is_shared: bool) -> R:
+    async def fly(self, flight: Flight[R], work: Work[R]) -> R:
         while True:
-            leader = await self._claim(flight) if is_shared else flight.ref if self._redis.is_up else None
+            leader = await self._claim(flight) if flight.is_shared else flight.ref if self._redis.is_up else None
             if leader is None:
                 return await work(flight)
             flight.source = leader

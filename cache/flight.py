@@ -17,7 +17,7 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 from .errors import FlightAborted, StreamGone
 
 KEPT_BYTES = 64 * 1024 * 1024  # of logs of flights that are over
-EVENT_BYTES = 200  # what an event costs besides its data
+EVENT_BYTES = 300  # what an event costs besides its data
 SWEEP_S = 1.0
 WATCH_S = 0.2
 
@@ -36,8 +36,9 @@ class LogEvent(NamedTuple):
 class Flight(Generic[R]):
     """One engine call. It is over when `result` or `error` is there."""
 
-    def __init__(self, key: bytes, ref: bytes | None = None) -> None:
+    def __init__(self, key: bytes, ref: bytes | None = None, is_shared: bool = False) -> None:
         self.key = key
+        self.is_shared = is_shared
         self.ref = ref or secrets.token_hex(8).encode()
         self.log: list[LogEvent] = []
         self.size_bytes = 0
@@ -58,7 +59,8 @@ class Flight(Generic[R]):
         """Add an event; without an id of another flight's log it gets the next one of this."""
         if id is None:
             id = b"%b.%d" % (self.ref, len(self.log))
-        self.log.append(LogEvent(id, data, name, tells_usage))
+        # A copy: what orjson returns keeps the room that it was written in, some 4 KB.
+        self.log.append(LogEvent(id, b"%b" % data, name, tells_usage))
         self.size_bytes += len(data) + EVENT_BYTES
         self._wake()
 
@@ -66,6 +68,10 @@ class Flight(Generic[R]):
         self.result, self.error = result, error
         self.is_over = True
         self.ended_at = time.monotonic()
+        # Nothing of the work is kept with the log.
+        cost = self.cost()
+        self.cost = lambda: cost
+        self.task = None
         self._wake()
 
     def progress(self) -> "asyncio.Future[None]":
@@ -139,8 +145,8 @@ Work = Callable[[Flight[R]], Coroutine[Any, Any, R]]
 class Commons(Protocol[R]):
     """Flights that replicas share."""
 
-    async def fly(self, flight: Flight[R], work: Work[R], is_shared: bool) -> R:
-        """Do the work, or follow the replica that does it. Raises what the work raises."""
+    async def fly(self, flight: Flight[R], work: Work[R]) -> R:
+        """Do the work, or follow the replica that does it, if the flight is shared. Raises what the work raises."""
         ...
 
     async def is_watched(self, flight: Flight[R]) -> bool:
@@ -205,7 +211,7 @@ class Flights(Generic[R]):
         if flight is not None:
             self._stats.followers += 1
             return self._seat(flight, leads=False)
-        return self._seat(self._start(Flight(key), work, is_shared), leads=True)
+        return self._seat(self._start(Flight(key, is_shared=is_shared), work), leads=True)
 
     async def resume(self, key: bytes, event_id: bytes, owner: bytes, work: Work[R] | None) -> Seat[R]:
         """Read on after an event that this owner was sent. A flight that was aborted meanwhile goes on with `work`,
@@ -218,7 +224,7 @@ class Flights(Generic[R]):
         if flight is None and self._commons is not None:
             follow = await self._commons.open(key, ref, owner)
             if follow is not None:
-                flight = self._start(Flight(key, ref), follow, is_shared=False, is_alone=True)
+                flight = self._start(Flight(key, ref), follow, is_alone=True)
                 flight.owners.add(owner)
         if flight is None or flight.key != key or owner not in flight.owners:
             raise StreamGone
@@ -236,11 +242,11 @@ class Flights(Generic[R]):
             seat.leave()
             if work is None:
                 raise StreamGone
-            again = Flight[R](key)
+            again = Flight[R](key, is_shared=True)
             again.owners.add(owner)
             for event in flight.log[: place + 1]:
                 again.append(event.data, event.name, event.tells_usage, event.id)
-            seat = self._seat(self._start(again, work, is_shared=True), leads=True)
+            seat = self._seat(self._start(again, work), leads=True)
         seat.position = place + 1
         return seat
 
@@ -258,18 +264,15 @@ class Flights(Generic[R]):
     def _seat(self, flight: Flight[R], leads: bool) -> Seat[R]:
         return Seat(flight, leads, 0, self._left)
 
-    def _start(self, flight: Flight[R], work: Work[R], is_shared: bool, is_alone: bool = False) -> Flight[R]:
+    def _start(self, flight: Flight[R], work: Work[R], is_alone: bool = False) -> Flight[R]:
         if self._group is None:
             raise RuntimeError("flights do not run yet")
         self._stats.flights += 1
         self._flying[flight.ref] = flight
-        if is_shared:
+        if flight.is_shared:
             self._open.setdefault(flight.key, flight)
-        flying = (
-            work(flight)
-            if self._commons is None or is_alone or not flight.key
-            else self._commons.fly(flight, work, is_shared)
-        )
+        is_own = self._commons is None or is_alone or not flight.key
+        flying = work(flight) if is_own else self._commons.fly(flight, work)
         flight.task = self._group.create_task(self._produce(flight, flying))
         return flight
 
@@ -289,7 +292,8 @@ class Flights(Generic[R]):
         self._close(flight)
         self._flying.pop(flight.ref, None)
         flight.end(result, error)
-        if flight.owners:
+        is_of_use = flight.is_shared or not isinstance(error, FlightAborted)
+        if flight.owners and is_of_use:
             self._kept[flight.ref] = flight
             self._kept_bytes += flight.size_bytes
             self._forget_old()

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncGenerator
 
 from app.engines.scripted import Gate, Script, ScriptedEngine
@@ -22,7 +23,8 @@ async def test_every_token_leaves_as_one_event_as_soon_as_it_comes() -> None:
             assert response.headers["x-accel-buffering"] == "no"
             assert "connection" not in response.headers
             lines = response.aiter_lines()
-            for token in ("One", " two", " three."):
+            for number, token in enumerate(("One", " two", " three.")):
+                assert re.fullmatch(rf"id: [0-9a-f]{{16}}\.{number}", await anext(lines))
                 event = json.loads((await anext(lines)).removeprefix("data: "))
                 assert event["choices"][0]["delta"]["content"] == token
                 assert await anext(lines) == ""
@@ -36,7 +38,8 @@ async def test_frames_are_separated_by_line_feeds_alone(client) -> None:
     assert response.text.endswith("data: [DONE]\n\n")
     frames = response.text.removesuffix("\n\n").split("\n\n")
     assert len(frames) == 6
-    assert all(frame.startswith("data: ") and "\n" not in frame for frame in frames)
+    assert all(re.fullmatch(r"id: [0-9a-f.]+\ndata: [^\n]+", frame) for frame in frames[:-1])
+    assert frames[-1] == "data: [DONE]"
 
 
 async def test_usage_event_comes_when_asked_for_and_only_then(client) -> None:
