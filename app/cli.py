@@ -22,7 +22,8 @@ from .builtin_model import FetchError, fetch
 from .logs import configure_logging
 from .security import SCOPES, digest_of, make_keys, prepare_development_secret
 from .security import create_token as sign_token
-from .settings import Settings, SettingsError, dump_settings, load_settings
+from .settings import Settings, SettingsError, caller_token, dump_settings, load_settings
+from .warm_command import WarmingError, warm
 
 if TYPE_CHECKING:
     from .gateway import Gateway
@@ -58,7 +59,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         command: Callable[[argparse.Namespace], int] = arguments.command
         return command(arguments)
-    except (SettingsError, EngineConfigError, FetchError) as exc:
+    except (SettingsError, EngineConfigError, FetchError, WarmingError) as exc:
         print(f"headrace: {exc}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
@@ -93,6 +94,14 @@ def parser() -> argparse.ArgumentParser:
     create = key.add_parser("create", help="make an API key, print it once, and what to configure for it")
     create.set_defaults(command=create_key)
     _add_principal(create)
+    cached = commands.add_parser("cache", help="the response cache").add_subparsers(required=True, metavar="WHAT")
+    help = "have a running gateway answer a file's requests, so that the answers are cached"
+    warming = cached.add_parser("warm", help=help, description=help)
+    warming.set_defaults(command=warm_cache)
+    warming.add_argument("file", type=Path, help="JSON Lines: bodies of requests, or OpenAI's batch format")
+    warming.add_argument("--url", default="http://127.0.0.1:8000", help="the gateway (http://127.0.0.1:8000)")
+    warming.add_argument("--token", help="one with the scopes inference and cache:admin ($OPENAI_API_KEY)")
+    warming.add_argument("--rate", type=_rate, help="requests a second (the gateway's cache.warm_requests_per_s)")
     model = commands.add_parser("model", help="the built-in model").add_subparsers(required=True, metavar="WHAT")
     add(model, "fetch", "prepare the built-in model in the cache folder").set_defaults(command=fetch_model)
     return top
@@ -112,6 +121,16 @@ def _seconds(text: str) -> int:
     if match is None:
         raise argparse.ArgumentTypeError(f"{text!r} is not a time such as 90s, 15m, 12h, or 30d")
     return int(match[1]) * {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}[match[2]]
+
+
+def _rate(text: str) -> float:
+    try:
+        rate = float(text)
+    except ValueError:
+        rate = 0.0
+    if not 0 < rate < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+    return rate
 
 
 def serve(arguments: argparse.Namespace) -> int:
@@ -210,6 +229,11 @@ def create_key(arguments: argparse.Namespace) -> int:
     print(f"# The key, shown this once: {key}\n# For headrace.toml:")
     print(tomli_w.dumps({"auth": {"api_keys": [{name: value for name, value in entry.items() if value is not None}]}}))
     return 0
+
+
+def warm_cache(arguments: argparse.Namespace) -> int:
+    progress = warm(arguments.file, arguments.url, arguments.token or caller_token() or "none", arguments.rate)
+    return 1 if progress.failed else 0
 
 
 def fetch_model(arguments: argparse.Namespace) -> int:

@@ -116,8 +116,10 @@ class RedisLink:
             return await answer
 
     async def delete_matching(self, pattern: str) -> int:
-        """Delete all keys that match, on every node; return how many there were. Fails as other uses do: what is gone
-        then, is."""
+        """Delete all keys that match, on every node, those too that were submitted before; return how many there were.
+        Fails as other uses do: what is gone then, is."""
+        if await self.command("EXISTS", self._check_key, timeout_s=SCAN_TIMEOUT_S) is None:
+            return 0
         removed = 0
         keys: list[bytes] = []
         try:

@@ -14,10 +14,10 @@ import logging
 import os
 import struct
 import time
-from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Literal, TypeVar
 
@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 RETRY_S = 5.0
 SYNC_S = 5.0
-MAX_QUEUED_BYTES = 64 * 1024 * 1024  # of answers that wait to be written; more are not kept
+MAX_WAITING_BYTES = 64 * 1024 * 1024  # of answers that wait to be written; more are not kept
 BATCH = 256  # answers in a transaction
 FULL = 0.9  # of the pages: above it the oldest answers go, and the rest is room for a transaction's copies
 ROOM = 0.05  # of the pages: how much is freed at once
@@ -60,15 +60,15 @@ class DiskTier:
         self.last_error: str | None = "not open yet"
         # Mutable state of the event loop.
         self._thread: ThreadPoolExecutor | None = None
-        self._queue: deque[tuple[bytes, Entry]] = deque()
-        self._queued_bytes = 0
+        self._waiting: dict[bytes, Entry] = {}  # to be written, where they can be read meanwhile
+        self._waiting_bytes = 0
         self._is_writing = False
         self._stats = TierStats()
         # Mutable state of the thread.
         self._store: Store | None = None
 
     async def get(self, key: bytes) -> Entry | None:
-        waiting = next((entry for other, entry in reversed(self._queue) if other == key), None)
+        waiting = self._waiting.get(key)
         if waiting is not None:
             return self._found(waiting)
         return self._found(await self._in_thread(lambda store: store.get(key)))
@@ -81,22 +81,46 @@ class DiskTier:
         return entry
 
     def put(self, key: bytes, entry: Entry) -> None:
-        if self._thread is None:
+        if self._thread is None or entry.expires_at <= self._clock():
             return
-        if self._queued_bytes > MAX_QUEUED_BYTES:
+        if self._waiting_bytes > MAX_WAITING_BYTES:
             self._stats.failures += 1
             return
-        self._queue.append((key, entry))
-        self._queued_bytes += len(entry.rest)
+        self._forget(key)
+        self._waiting[key] = entry
+        self._waiting_bytes += len(entry.rest)
         if not self._is_writing:
-            self._is_writing = True
-            self._thread.submit(self._write_all, asyncio.get_running_loop())
+            self._write_some(self._thread)
 
     async def clear(self, selection: Selection) -> int:
-        kept = [(key, entry) for key, entry in self._queue if key not in selection]
-        self._queue = deque(kept)
-        self._queued_bytes = sum(len(entry.rest) for _, entry in kept)
-        return await self._in_thread(lambda store: store.clear(selection)) or 0
+        waiting = {key for key in self._waiting if key in selection}
+        for key in waiting:
+            self._forget(key)
+        # After the batch that is being written now, whose entries may be among those.
+        removed = await self._in_thread(lambda store: store.clear(selection)) or set()
+        return len(waiting | removed)
+
+    def _forget(self, key: bytes) -> None:
+        entry = self._waiting.pop(key, None)
+        if entry is not None:
+            self._waiting_bytes -= len(entry.rest)
+
+    def _write_some(self, thread: ThreadPoolExecutor) -> None:
+        batch = list(islice(self._waiting.items(), BATCH))
+        self._is_writing = bool(batch)
+        if batch:
+            written = thread.submit(self._guarded, lambda store: store.put(batch))
+            loop = asyncio.get_running_loop()
+            written.add_done_callback(lambda _: loop.call_soon_threadsafe(self._written, batch))
+
+    def _written(self, batch: list[tuple[bytes, Entry]]) -> None:
+        """In the event loop again. What could not be written is not tried again."""
+        for key, entry in batch:
+            if self._waiting.get(key) is entry:
+                self._forget(key)
+        self._is_writing = False
+        if self._thread is not None:
+            self._write_some(self._thread)
 
     def stats(self) -> TierStats:
         return self._stats
@@ -114,7 +138,7 @@ class DiskTier:
                     await self._in_thread(lambda store: store.sync())
             finally:
                 self._thread = None
-                thread.submit(self._close)
+                thread.submit(self._close, list(self._waiting.items()))
 
     async def _in_thread(self, work: "Callable[[Store], T]") -> T | None:
         """None also when it fails."""
@@ -139,23 +163,6 @@ class DiskTier:
         self._count()
         return result
 
-    def _write_all(self, loop: asyncio.AbstractEventLoop) -> None:
-        while batch := [self._queue[place] for place in range(min(BATCH, len(self._queue)))]:
-            self._guarded(lambda store, batch=batch: store.put(batch))  # type: ignore[misc]
-            loop.call_soon_threadsafe(self._written, len(batch))
-            return
-        loop.call_soon_threadsafe(self._written, 0)
-
-    def _written(self, count: int) -> None:
-        """In the event loop again: what was written leaves the queue, where it could be read meanwhile."""
-        for _ in range(min(count, len(self._queue))):
-            _, entry = self._queue.popleft()
-            self._queued_bytes -= len(entry.rest)
-            self._stats.stores += 1
-        self._is_writing = bool(self._queue) and self._thread is not None
-        if self._is_writing and self._thread is not None:
-            self._thread.submit(self._write_all, asyncio.get_running_loop())
-
     def _open(self) -> None:
         try:
             self._store = Store(self._path, self._max_bytes, self._compression, self._clock)
@@ -165,11 +172,9 @@ class DiskTier:
         except (lmdb.Error, OSError) as exc:
             self._fail(exc)
 
-    def _close(self) -> None:
-        if self._store is None:
-            return
-        while self._queue:
-            batch = [self._queue.popleft() for _ in range(min(BATCH, len(self._queue)))]
+    def _close(self, waiting: list[tuple[bytes, Entry]]) -> None:
+        for start in range(0, len(waiting), BATCH):
+            batch = waiting[start : start + BATCH]
             self._guarded(lambda store, batch=batch: store.put(batch))  # type: ignore[misc]
         self._guarded(lambda store: store.close())
         self._store = None
@@ -187,7 +192,7 @@ class DiskTier:
     def _count(self) -> None:
         if self._store is not None:
             self._stats.entries, self._stats.size_bytes = self._store.entries, self._store.size_bytes
-            self._stats.evictions = self._store.evictions
+            self._stats.evictions, self._stats.stores = self._store.evictions, self._store.stores
 
 
 class Store:
@@ -213,6 +218,7 @@ class Store:
         self._packer = zstandard.ZstdCompressor(level=3)
         self._unpacker = zstandard.ZstdDecompressor()
         self.evictions = 0
+        self.stores = 0
         with self._environment.begin() as transaction:
             last = transaction.cursor(self._ages)
             self._age = AGE.unpack(last.key())[0] if last.last() else 0
@@ -242,6 +248,7 @@ class Store:
                 raise
             for value in values:
                 self._put([value])
+        self.stores += len(batch)
         self._count()
 
     def _put(self, values: list[tuple[bytes, bytes]]) -> None:
@@ -253,16 +260,17 @@ class Store:
                 transaction.put(key, age + value, db=self._entries)
                 transaction.put(age, key, db=self._ages)
 
-    def clear(self, selection: Selection) -> int:
+    def clear(self, selection: Selection) -> set[bytes]:
+        """Remove what is selected; return the keys."""
         if selection.key is not None:
             selected = [selection.key]
         else:
             with self._environment.begin() as transaction:
                 selected = [key for key in self._from(transaction, selection.tenant or b"") if key in selection]
-        removed = 0
+        removed = set()
         for start in range(0, len(selected), BATCH):
             with self._environment.begin(write=True) as transaction:
-                removed += sum(self._remove(transaction, key) for key in selected[start : start + BATCH])
+                removed |= {key for key in selected[start : start + BATCH] if self._remove(transaction, key)}
         self._count()
         return removed
 

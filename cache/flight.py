@@ -271,8 +271,8 @@ class Flights(Generic[R]):
         self._flying[flight.ref] = flight
         if flight.is_shared:
             self._open.setdefault(flight.key, flight)
-        is_own = self._commons is None or is_alone or not flight.key
-        flying = work(flight) if is_own else self._commons.fly(flight, work)
+        commons = None if is_alone or not flight.key else self._commons
+        flying = work(flight) if commons is None else commons.fly(flight, work)
         flight.task = self._group.create_task(self._produce(flight, flying))
         return flight
 

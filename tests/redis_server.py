@@ -6,9 +6,12 @@ import random
 import signal
 import socket
 import subprocess
+import tempfile
 import time
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import ExitStack, asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
 
 START_TIMEOUT_S = 10
 
@@ -17,7 +20,7 @@ def free_port() -> int:
     """A port below those that the kernel gives to clients: to try such a one until somebody listens can connect the
     socket to itself."""
     while True:
-        port = random.randrange(20_000, 32_000)
+        port = random.randrange(12_000, 22_000)
         with contextlib.suppress(OSError), socket.socket() as probe:
             probe.bind(("127.0.0.1", port))
             return port
@@ -103,3 +106,68 @@ async def slow_proxy(port: int) -> AsyncIterator[tuple[SlowProxy, str]]:
         yield proxy, f"redis://127.0.0.1:{server.sockets[0].getsockname()[1]}/0"
     finally:
         server.close()
+
+
+@contextmanager
+def redis_cluster(masters: int = 3) -> Iterator[str]:
+    """Masters that share the slots; the URL for the gateway."""
+    with ExitStack() as stack:
+        servers = []
+        for _ in range(masters):
+            # The nodes' bus listens 10,000 above.
+            folder = stack.enter_context(tempfile.TemporaryDirectory())
+            options = ("--cluster-enabled", "yes", "--dir", folder, "--cluster-node-timeout", "2000")
+            servers.append(stack.enter_context(redis_server(*options)))
+        addresses = [f"127.0.0.1:{server.port}" for server in servers]
+        create = ["redis-cli", "--cluster", "create", *addresses, "--cluster-replicas", "0", "--cluster-yes"]
+        subprocess.run(create, check=True, stdout=subprocess.DEVNULL, timeout=START_TIMEOUT_S)
+        for server in servers:
+            wait_until(lambda port=server.port: "cluster_state:ok" in ask(port, "cluster", "info"))
+        yield f"redis+cluster://{','.join(addresses)}"
+
+
+@dataclass
+class Sentinels:
+    """A master with a replica, and Sentinels that watch them."""
+
+    url: str
+    master: RedisServer
+    replica: RedisServer
+
+    def has_failed_over(self) -> bool:
+        return "role:master" in ask(self.replica.port, "info", "replication")
+
+
+@contextmanager
+def redis_sentinels() -> Iterator[Sentinels]:
+    with ExitStack() as stack:
+        master = stack.enter_context(redis_server())
+        replica = stack.enter_context(redis_server("--replicaof", "127.0.0.1", str(master.port)))
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        ports = [free_port() for _ in range(3)]
+        for port in ports:
+            config = folder / f"{port}.conf"
+            config.write_text(
+                f"port {port}\nbind 127.0.0.1\ndir {folder}\nsentinel monitor gw 127.0.0.1 {master.port} 2\n"
+                "sentinel down-after-milliseconds gw 500\nsentinel failover-timeout gw 2000\n"
+            )
+            command = ["redis-server", str(config), "--sentinel"]
+            process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+            stack.callback(process.wait)
+            stack.callback(process.kill)
+        wait_until(lambda: ask(ports[0], "sentinel", "ckquorum", "gw").startswith("OK"))
+        wait_until(lambda: "master_link_status:up" in ask(replica.port, "info", "replication"))
+        addresses = ",".join(f"127.0.0.1:{port}" for port in ports)
+        yield Sentinels(f"redis+sentinel://{addresses}/gw", master, replica)
+
+
+def ask(port: int, *command: str) -> str:
+    done = subprocess.run(["redis-cli", "-p", str(port), *command], capture_output=True, text=True, timeout=5)
+    return done.stdout
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while not condition():
+        assert time.monotonic() < deadline, "Redis does not get ready"
+        time.sleep(0.05)

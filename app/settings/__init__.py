@@ -2,7 +2,7 @@
 
 from .auth import ApiKeySettings, AuthSettings, JwtSettings, LimitSettings, QuotaSettings
 from .cache import CacheSettings, RedisSettings
-from .loading import SettingsError, dump_settings, load_settings
+from .loading import SettingsError, caller_token, dump_settings, load_settings
 from .section import Section
 from .server import ServerSettings
 from .tree import (
@@ -30,6 +30,7 @@ __all__ = [
     "ServerSettings",
     "Settings",
     "SettingsError",
+    "caller_token",
     "default_cache_dir",
     "dump_settings",
     "load_settings",

@@ -41,6 +41,11 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 
 
+def caller_token() -> str | None:
+    """The token of whoever uses the command line as a client, where OpenAI's tools look for it."""
+    return os.environ.get("OPENAI_API_KEY")
+
+
 def load_settings(
     file: Path | None = None, preset: str | None = None, env: Mapping[str, str] | None = None
 ) -> Settings:
