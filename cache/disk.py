@@ -35,8 +35,11 @@ T = TypeVar("T")
 RETRY_S = 5.0
 SYNC_S = 5.0
 MAX_WAITING_BYTES = 64 * 1024 * 1024  # of answers that wait to be written; more are not kept
-BATCH = 256  # answers in a transaction
-FULL = 0.9  # of the pages: above it the oldest answers go, and the rest is room for a transaction's copies
+PAGE_BYTES = 4096
+MAX_BATCH = 256  # answers in a transaction
+FULL = 0.8  # of the pages: above it the oldest answers go
+# A transaction writes copies of the pages that it changes, some six for an answer, into the rest.
+PAGES_OF_ANSWER = 6
 ROOM = 0.05  # of the pages: how much is freed at once
 MAX_ENTRY_BYTES = 100 * 1024 * 1024  # unpacked
 NONE, ZSTD = b"n", b"z"
@@ -57,6 +60,7 @@ class DiskTier:
         self._max_bytes = max_bytes
         self._compression = compression
         self._clock = clock
+        self._batch = batch_for(max_bytes)
         self.last_error: str | None = "not open yet"
         # Mutable state of the event loop.
         self._thread: ThreadPoolExecutor | None = None
@@ -106,7 +110,7 @@ class DiskTier:
             self._waiting_bytes -= len(entry.rest)
 
     def _write_some(self, thread: ThreadPoolExecutor) -> None:
-        batch = list(islice(self._waiting.items(), BATCH))
+        batch = list(islice(self._waiting.items(), self._batch))
         self._is_writing = bool(batch)
         if batch:
             written = thread.submit(self._guarded, lambda store: store.put(batch))
@@ -153,9 +157,9 @@ class DiskTier:
             return None
         try:
             result = work(self._store)
-        except Corrupt:
+        except (Corrupt, lmdb.MapFullError):  # one entry that is damaged, or too large
             self._stats.failures += 1
-            return None
+            result = None
         except (lmdb.Error, OSError) as exc:
             self._stats.failures += 1
             self._fail(exc)
@@ -173,8 +177,8 @@ class DiskTier:
             self._fail(exc)
 
     def _close(self, waiting: list[tuple[bytes, Entry]]) -> None:
-        for start in range(0, len(waiting), BATCH):
-            batch = waiting[start : start + BATCH]
+        for start in range(0, len(waiting), self._batch):
+            batch = waiting[start : start + self._batch]
             self._guarded(lambda store, batch=batch: store.put(batch))  # type: ignore[misc]
         self._guarded(lambda store: store.close())
         self._store = None
@@ -214,6 +218,7 @@ class Store:
             raise
         self._clock = clock
         self._compression = compression
+        self._batch = batch_for(max_bytes)
         self._pages = max_bytes // self._environment.stat()["psize"]
         self._packer = zstandard.ZstdCompressor(level=3)
         self._unpacker = zstandard.ZstdDecompressor()
@@ -268,9 +273,9 @@ class Store:
             with self._environment.begin() as transaction:
                 selected = [key for key in self._from(transaction, selection.tenant or b"") if key in selection]
         removed = set()
-        for start in range(0, len(selected), BATCH):
+        for start in range(0, len(selected), self._batch):
             with self._environment.begin(write=True) as transaction:
-                removed |= {key for key in selected[start : start + BATCH] if self._remove(transaction, key)}
+                removed |= {key for key in selected[start : start + self._batch] if self._remove(transaction, key)}
         self._count()
         return removed
 
@@ -305,8 +310,8 @@ class Store:
         return bool(transaction.delete(key, db=self._entries))
 
     def _make_room(self, needed_bytes: int) -> None:
-        if self._used_pages() + needed_bytes / 4096 > self._pages * FULL:
-            self._evict(needed_bytes / 4096 + self._pages * ROOM)
+        if self._used_pages() + needed_bytes / PAGE_BYTES > self._pages * FULL:
+            self._evict(needed_bytes / PAGE_BYTES + self._pages * ROOM)
 
     def _evict(self, pages: float) -> None:
         """Remove the oldest entries, so many pages of them; a few at a time, since a transaction needs pages too."""
@@ -316,9 +321,9 @@ class Store:
                 cursor = transaction.cursor(self._ages)
                 if not cursor.first():
                     return
-                oldest = [bytes(key) for _, key in zip(range(16), cursor.iternext(keys=False), strict=False)]
+                oldest = [bytes(key) for _, key in zip(range(self._batch), cursor.iternext(keys=False), strict=False)]
                 for key in oldest:
-                    freed += max(1.0, len(transaction.get(key, db=self._entries) or b"") / 4096)
+                    freed += max(1.0, len(transaction.get(key, db=self._entries) or b"") / PAGE_BYTES)
                     self._remove(transaction, key)
             self.evictions += len(oldest)
 
@@ -344,6 +349,12 @@ class Store:
         if kind != ZSTD:
             raise Corrupt
         return self._unpacker.decompress(packed, max_output_size=MAX_ENTRY_BYTES)
+
+
+def batch_for(max_bytes: int) -> int:
+    """How many answers may be changed in one transaction."""
+    free_pages = (1 - FULL) * max_bytes / PAGE_BYTES
+    return max(1, min(MAX_BATCH, int(free_pages / PAGES_OF_ANSWER)))
 
 
 def open_environment(path: Path, max_bytes: int) -> lmdb.Environment:

@@ -72,7 +72,7 @@ class RedisSettings(Section):
 class DiskSettings(Section):
     path: Path | None = None
     """A folder for answers that outlive the process; without it none are kept on disk. One process uses it at once."""
-    max_bytes: int = Field(10 * 1024 * 1024 * 1024, ge=1024 * 1024)
+    max_bytes: int = Field(10 * 1024 * 1024 * 1024, ge=4 * 1024 * 1024)
     """Size of its file; the oldest answers make room."""
     compression: Literal["zstd", "none"] = "zstd"
     """How answers lie there."""
