@@ -41,7 +41,8 @@ class Continuation:
         for choice in chunk.get("choices", ()):
             rest = self._beyond((choice.get("index"),), choice)
             if rest:
-                choices.append({"index": choice.get("index"), **rest})
+                body = {"delta": {}} if "delta" in choice else {"text": ""}
+                choices.append({"index": choice.get("index"), **body, "finish_reason": None, **rest})
         if not choices and chunk.get("usage") is None:
             return None
         return orjson.dumps({**chunk, **self._head, "choices": choices})
