@@ -41,7 +41,7 @@ class Continuation:
         for choice in chunk.get("choices", ()):
             rest = self._beyond((choice.get("index"),), choice)
             if rest:
-                body = {"delta": {}} if "delta" in choice else {"text": ""}
+                body: dict[str, Any] = {"delta": {}} if "delta" in choice else {"text": ""}
                 choices.append({"index": choice.get("index"), **body, "finish_reason": None, **rest})
         if not choices and chunk.get("usage") is None:
             return None

@@ -9,7 +9,7 @@ import asyncio
 import secrets
 import time
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
@@ -272,16 +272,17 @@ class Flights(Generic[R]):
         if flight.is_shared:
             self._open.setdefault(flight.key, flight)
         commons = None if is_alone or not flight.key else self._commons
-        flying = work(flight) if commons is None else commons.fly(flight, work)
-        flight.task = self._group.create_task(self._produce(flight, flying))
+        flight.task = self._group.create_task(self._produce(flight, work, commons))
+        flight.task.add_done_callback(lambda task: self._aborted(flight) if task.cancelled() else None)
         return flight
 
-    async def _produce(self, flight: Flight[R], flying: Awaitable[R]) -> None:
+    def _aborted(self, flight: Flight[R]) -> None:
+        """Perhaps before the task ran at all."""
+        self._land(flight, None, FlightAborted())
+
+    async def _produce(self, flight: Flight[R], work: Work[R], commons: Commons[R] | None) -> None:
         try:
-            result = await flying
-        except asyncio.CancelledError:
-            self._land(flight, None, FlightAborted())
-            raise
+            result = await (work(flight) if commons is None else commons.fly(flight, work))
         except Exception as exc:
             self._land(flight, None, exc)
         else:
