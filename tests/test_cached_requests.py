@@ -44,7 +44,8 @@ async def test_repeated_request_is_answered_from_the_cache(client: Client) -> No
     assert one == two
     assert two["usage"] == {"prompt_tokens": 3, "completion_tokens": 5, "total_tokens": 8}
     ids = {(await client.post(ASK)).json()["id"] for _ in range(20)}
-    assert len(ids) == 20 and all(re.fullmatch(r"chatcmpl-[0-9a-f]{32}", id) for id in ids)
+    assert len(ids) == 20
+    assert all(re.fullmatch(r"chatcmpl-[0-9a-f]{32}", id) for id in ids)
 
 
 async def test_same_request_in_another_form_is_the_same(client: Client) -> None:
@@ -171,7 +172,8 @@ async def test_several_samples_without_a_seed_are_not_cached_even_if_all_is() ->
     calls, told = await calls_for_two(ScriptedEngine(Script(TEXT)), {**CHAT, "n": 2}, cache=cache)
     assert (calls, told) == (2, 'headrace; fwd=bypass; detail="n>1 without a seed"')
     calls, told = await calls_for_two(ScriptedEngine(Script(TEXT)), CHAT, cache=cache)
-    assert calls == 1 and "hit" in told
+    assert calls == 1
+    assert "hit" in told
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -252,7 +254,8 @@ async def test_answers_that_are_too_old_for_the_caller_are_made_anew(client: Cli
     await ask(client)
     await asyncio.sleep(1.1)
     aged = await ask(client)
-    assert is_hit(aged) and aged.headers["age"] == "1"
+    assert is_hit(aged)
+    assert aged.headers["age"] == "1"
     assert "fwd=miss" in status_of(await ask(client, "max-age=1"))
     assert is_hit(await ask(client, "max-age=1"))
     assert "fwd=miss" in status_of(await ask(client, "max-age=0"))
@@ -382,5 +385,5 @@ async def test_many_different_questions_at_once_get_their_own_answers() -> None:
             text = text_of(events_of(response.text)) if body["stream"] else json.dumps(response.json())
             assert f"Echo q{number % 20}." in text
 
-        await asyncio.gather(*(talk(number) for number in range(300)))
+        await asyncio.gather(*(talk(number) for number in range(100)))
         assert client.engine.calls == 20

@@ -36,6 +36,25 @@ asyncio.run(main())
 """
 
 
+def size_of(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.iterdir())
+
+
+def kill_while_writing(path: Path, after: int) -> int:
+    """Kill a process once it has stored that many entries; return the last one that it said was stored."""
+    writer = subprocess.Popen([sys.executable, "-c", WRITER, str(path)], stdout=subprocess.PIPE, text=True)
+    stored = -1
+    for line in writer.stdout:
+        stored = int(line)
+        if stored == after:
+            break
+    writer.send_signal(signal.SIGKILL)
+    stored = max([stored, *map(int, writer.stdout.read().split())])
+    writer.stdout.close()
+    writer.wait()
+    return stored
+
+
 async def test_answers_outlive_the_process(tmp_path: Path) -> None:
     async with open_disk(tmp_path) as tier:
         for n in range(1000):
@@ -44,23 +63,13 @@ async def test_answers_outlive_the_process(tmp_path: Path) -> None:
         assert tier.stats().entries == 1000
         for n in range(1000):
             assert b"%d " % n * 1000 in (await tier.get(key_of(n))).rest
-    size = sum(file.stat().st_size for file in tmp_path.iterdir())
-    assert size < 0.25 * 1000 * 4000  # they are packed
+    assert size_of(tmp_path) < 0.25 * 1000 * 4000  # they are packed
 
 
 async def test_process_killed_while_writing_loses_at_most_the_entry_being_written(tmp_path: Path) -> None:
     for attempt in range(3):
         path = tmp_path / str(attempt)
-        writer = subprocess.Popen([sys.executable, "-c", WRITER, str(path)], stdout=subprocess.PIPE, text=True)
-        stored = -1
-        for line in writer.stdout:
-            stored = int(line)
-            if stored == 300 + 77 * attempt:
-                break
-        writer.send_signal(signal.SIGKILL)
-        stored = max([stored, *map(int, writer.stdout.read().split())])
-        writer.stdout.close()
-        writer.wait()
+        stored = await asyncio.to_thread(kill_while_writing, path, 300 + 77 * attempt)
         async with open_disk(path) as tier:
             assert stored + 1 <= tier.stats().entries <= stored + 2
             for n in range(stored + 1):
@@ -80,7 +89,7 @@ async def test_disk_is_bounded_and_the_oldest_make_room(tmp_path: Path, size: in
             await until(lambda: not tier._waiting)
         stats = tier.stats()
         assert stats.failures == 0
-        assert sum(file.stat().st_size for file in tmp_path.iterdir()) <= 4.1 * MB
+        assert size_of(tmp_path) <= 4.1 * MB
         assert stats.entries * size > MB
         assert stats.evictions == count - stats.entries
         assert await tier.get(key_of(count - 1)) is not None
