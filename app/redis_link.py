@@ -16,7 +16,7 @@ from typing import Any
 
 from redis.exceptions import NoScriptError
 
-from .redis_transport import Failures, check, make_client
+from .redis_transport import Failures, check, make_clients
 from .settings import RedisSettings
 
 logger = logging.getLogger("headrace")
@@ -69,7 +69,7 @@ class RedisLink:
     failures in a row, and only checks are sent while it is open."""
 
     def __init__(self, settings: RedisSettings, budget_s: float) -> None:
-        self._client = make_client(settings, CHECK_TIMEOUT_S)
+        self._client, self._clients = make_clients(settings, CHECK_TIMEOUT_S)
         self._check_key = f"{settings.namespace}:check"
         self._budget_s = budget_s
         # Mutable state, changed by `_send`, `_failed`, `_open`, and `_check`.
@@ -144,7 +144,8 @@ class RedisLink:
         finally:
             self.is_up = False
             give_up(command.answer for command in self._waiting)
-            await self._client.aclose()
+            for client in self._clients:
+                await client.aclose()
 
     async def _send_for_ever(self) -> None:
         while True:

@@ -34,8 +34,9 @@ class PasswordFile(CredentialProvider):
         return (password,) if self._username is None else (self._username, password)
 
 
-def make_client(settings: RedisSettings, connect_timeout_s: float) -> Client:
-    """A client that has connected to nothing yet. Uses have deadlines of their own, so its sockets have none."""
+def make_clients(settings: RedisSettings, connect_timeout_s: float) -> tuple[Client, list[Client]]:
+    """A client that has connected to nothing yet, and all that are to be closed in the end. Uses have deadlines of
+    their own, so its sockets have none."""
     assert settings.url is not None
     url = urlsplit(settings.url)
     scheme, _, topology = url.scheme.partition("+")
@@ -50,7 +51,8 @@ def make_client(settings: RedisSettings, connect_timeout_s: float) -> Client:
     login = credentials(settings.password_file, url)
     if topology == "cluster":
         nodes = [ClusterNode(host, port) for host, port in addresses(url, PORT)]
-        return RedisCluster(startup_nodes=nodes, ssl=bool(tls), **login, **tls, **options)
+        cluster = RedisCluster(startup_nodes=nodes, ssl=bool(tls), **login, **tls, **options)
+        return cluster, [cluster]
     if topology == "sentinel":
         service, _, db = url.path.strip("/").partition("/")
         of_sentinels = {"socket_connect_timeout": connect_timeout_s, "socket_timeout": connect_timeout_s, **tls}
@@ -60,7 +62,7 @@ def make_client(settings: RedisSettings, connect_timeout_s: float) -> Client:
             of_sentinels["ssl"] = tls["ssl"] = True
         sentinel = Sentinel(addresses(url, SENTINEL_PORT), sentinel_kwargs=of_sentinels)  # type: ignore[no-untyped-call]
         master: Redis = sentinel.master_for(service, db=int(db or 0), **login, **tls, **options)
-        return master
+        return master, [master, *sentinel.sentinels]
     if settings.password_file is not None:
         options |= login
     if tls:
@@ -68,7 +70,8 @@ def make_client(settings: RedisSettings, connect_timeout_s: float) -> Client:
     pool = BlockingConnectionPool.from_url(
         settings.url, max_connections=MAX_CONNECTIONS, timeout=connect_timeout_s, **tls, **options
     )
-    return Redis.from_pool(pool)
+    client = Redis.from_pool(pool)
+    return client, [client]
 
 
 def tls_options(settings: RedisSettings) -> dict[str, Any]:

@@ -27,15 +27,27 @@ def free_port() -> int:
 
 
 class RedisServer:
-    def __init__(self, *options: str) -> None:
+    def __init__(self, *options: str, tls: bool = False) -> None:
         self.port = free_port()
         self._options = options
-        self.url = f"redis://127.0.0.1:{self.port}/0"
+        self._port_option = ["--port", "0", "--tls-port"] if tls else ["--port"]
+        self._is_tls = tls
+        self.url = f"redi{'ss' if tls else 's'}://127.0.0.1:{self.port}/0"
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
         """Start it, empty."""
-        command = ["redis-server", "--port", str(self.port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"]
+        command = [
+            "redis-server",
+            *self._port_option,
+            str(self.port),
+            "--bind",
+            "127.0.0.1",
+            "--save",
+            "",
+            "--appendonly",
+            "no",
+        ]
         self._process = subprocess.Popen([*command, *self._options], stdout=subprocess.DEVNULL)
         deadline = time.monotonic() + START_TIMEOUT_S
         while not self._answers():
@@ -46,6 +58,8 @@ class RedisServer:
     def _answers(self) -> bool:
         try:
             with socket.create_connection(("127.0.0.1", self.port), timeout=1) as connection:
+                if self._is_tls:
+                    return True
                 connection.sendall(b"PING\r\n")
                 return connection.recv(10).startswith((b"+PONG", b"-NOAUTH"))
         except OSError:
@@ -67,8 +81,8 @@ class RedisServer:
 
 
 @contextmanager
-def redis_server(*options: str) -> Iterator[RedisServer]:
-    server = RedisServer(*options)
+def redis_server(*options: str, tls: bool = False) -> Iterator[RedisServer]:
+    server = RedisServer(*options, tls=tls)
     server.start()
     try:
         yield server

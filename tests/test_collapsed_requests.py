@@ -69,8 +69,8 @@ async def test_100_identical_requests_cause_one_engine_call(streams: int) -> Non
 
 async def test_followers_get_the_tokens_as_they_come_from_the_first() -> None:
     gate = Gate()
+    gate.release(2)
     async with serving(Script(TEXT, gate=gate)) as client, client.stream(ASK) as leader:
-        gate.release(2)
         lines = leader.aiter_lines()
         seen = ""
         while "two" not in seen:

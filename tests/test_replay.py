@@ -158,7 +158,7 @@ def test_other_answer_is_not_taken_for_the_same() -> None:
 
 def test_what_is_no_chunk_is_refused() -> None:
     for rubbish in (b"{", b"[]", b'{"choices": [{}]}', b'{"choices": [{"index": "x", "delta": {}}]}', TEXT[0]):
-        with pytest.raises(ValueError, match="chunk|JSON|index|unexpected|expected|EOF"):
+        with pytest.raises(ValueError, match=r"chunk|JSON|index|unexpected|expected|EOF"):
             Assembly(is_chat=True).add(rubbish)
 
 
