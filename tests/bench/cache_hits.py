@@ -2,8 +2,8 @@
 
     python -m tests.bench.cache_hits [--seconds 8] [--rounds 3]
 
-Every feature is on: tokens are checked, limits counted, metrics kept, and the access log goes to a file. Each round runs
-all servers one after the other, on one core, with wrk on another; the medians are told.
+Every feature is on: tokens are checked, limits counted, metrics kept, and the access log goes to a file. Each round
+runs all servers one after the other, on one core, with wrk on another; the medians are told.
 """
 
 import argparse
