@@ -22,7 +22,10 @@ from .tokens import JWT_SETTINGS, bearer, token
 
 ASK = {**CHAT, "temperature": 0}
 JWT = {"mode": "jwt", "jwt": JWT_SETTINGS}
-ADMIN = bearer(token(sub="root", scope="inference cache:read cache:admin"))
+
+
+def admin() -> dict[str, str]:
+    return bearer(token(sub="root", scope="inference cache:read cache:admin"))
 
 
 def ask_about(subject: int | str, model: str = "demo") -> dict[str, Any]:
@@ -109,9 +112,9 @@ async def test_cache_endpoints_ask_for_their_scopes_and_refuse_nonsense() -> Non
             ("warm", {"requests": [ASK], "requests_per_s": 0}),
             ("warm", {"requests": [ASK], "requests_per_s": "fast"}),
         ):
-            response = await client.post(body, f"/v1/cache/{path}", headers=ADMIN)
+            response = await client.post(body, f"/v1/cache/{path}", headers=admin())
             assert (response.status_code, response.json()["error"]["code"]) == (400, "invalid_request"), body
-        assert (await client.post({**ASK, "model": "x"}, "/v1/cache/explain", headers=ADMIN)).status_code == 404
+        assert (await client.post({**ASK, "model": "x"}, "/v1/cache/explain", headers=admin())).status_code == 404
 
 
 # Stats
@@ -194,7 +197,7 @@ async def test_clear_takes_what_it_names() -> None:
             for headers in callers.values():
                 for model in ("x", "y"):
                     await client.post(ask_about(1, model), headers=headers)
-            response = await client.post(selector, "/v1/cache/clear", headers=ADMIN)
+            response = await client.post(selector, "/v1/cache/clear", headers=admin())
             assert response.json()["replicas_told"] is True
             left = {
                 (name, model)
@@ -315,7 +318,7 @@ async def test_warming_is_bounded_and_shows_its_progress(client: Client) -> None
 async def test_whoever_warms_does_so_for_themselves() -> None:
     async with serving(auth=JWT) as client:
         item = {"tenant": "other", "body": ASK, "url": "/v1/chat/completions"}
-        await client.post({"requests": [item]}, "/v1/cache/warm", headers=ADMIN)
+        await client.post({"requests": [item]}, "/v1/cache/warm", headers=admin())
         assert await is_hit(client, ASK, bearer(token(sub="root")))
         assert not await is_hit(client, ASK, bearer(token(tenant="other")))
 
@@ -364,7 +367,7 @@ async def test_command_warms_a_running_gateway(tmp_path: Path) -> None:
     file.write_text("\n".join(json.dumps(ask_about(number)) for number in range(250)))
     async with serving(auth=JWT) as client:
         url = f"http://{client.address[0]}:{client.address[1]}"
-        secret = ADMIN["authorization"].removeprefix("Bearer ")
+        secret = admin()["authorization"].removeprefix("Bearer ")
         arguments = ["cache", "warm", str(file), "--url", url, "--token", secret, "--rate", "5000"]
         for expected in ("0 hits, 250 misses, 0 failed", "250 hits, 0 misses, 0 failed"):
             done = await headrace(*arguments)

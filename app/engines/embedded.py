@@ -124,6 +124,10 @@ class EmbeddedEngine:
             await self._init_serving(args)
         except Exception as exc:
             raise EngineConfigError(f"vLLM's serving layer refuses the options: {first_line(exc)}") from exc
+        finally:
+            # While it loads, vLLM turns all logging off and then to what it was: two engines that start at once can
+            # leave it off for good.
+            logging.disable(logging.NOTSET)
 
     async def _in_thread(self, work: Callable[..., T], *args: Any) -> T:
         """Run what blocks. When this is cancelled the thread runs on, and `stop` waits for it."""
