@@ -191,7 +191,7 @@ class Answers:
     # In flight
 
     async def _work(self, wanted: Wanted, key: bytes, is_shared: bool, flight: Flight[Landed]) -> Landed:
-        """Ask the engine, and store what it says. Raises: RoutingError, Diverged."""
+        """Ask the engine, and store what it says. Raises: RoutingError, CacheError."""
         is_kept = wanted.obstacle is None
         body = wanted.body
         as_stream = wanted.stream or (is_shared and not any(body.get(name) for name in WHOLE_ONLY))

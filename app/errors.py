@@ -16,8 +16,7 @@ from auth.errors import (
     ModelNotAllowed,
     RateLimitExceeded,
 )
-from cache.continuation import Diverged
-from cache.errors import FlightAborted, NotInCache, StreamGone
+from cache.errors import Diverged, FlightAborted, NotInCache, StreamGone
 from routing.errors import (
     ContextLengthExceeded,
     EngineDied,

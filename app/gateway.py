@@ -86,13 +86,11 @@ class Gateway:
         self._key_set = keys if isinstance(keys, KeySet) else None
         authenticator = self.authenticator = make_authenticator(settings.auth, keys)
         budget_s = settings.limits.time_budget_ms / 1000
-        redis = settings.cache.redis
-        self.redis = (
-            RedisLink(redis, max(budget_s, settings.cache.time_budget_ms / 1000)) if redis.url is not None else None
-        )
+        cache, redis = settings.cache, settings.cache.redis
+        cache_budget_s = cache.time_budget_ms / 1000
+        self.redis = RedisLink(redis, max(budget_s, cache_budget_s)) if redis.url is not None else None
         self._counts = RedisCounts(self.redis, redis.namespace, budget_s) if self.redis else None
         limiter = Limiter(make_policy(settings.limits), self._counts)
-        cache = settings.cache
         disk = None
         if cache.enabled and cache.disk.path is not None:
             disk = DiskTier(cache.disk.path, cache.disk.max_bytes, cache.disk.compression)
@@ -100,7 +98,6 @@ class Gateway:
         flights = settings.singleflight
         commons = None
         if self.redis is not None and flights.scope == "cluster":
-            cache_budget_s = cache.time_budget_ms / 1000
             commons = RedisCommons[Landed](self.redis, redis.namespace, CODEC, cache_budget_s, flights.resume_s)
         self.flights = Flights[Landed](flights.resume_s, flights.linger_s, commons)
         self.answers = Answers(
@@ -113,11 +110,7 @@ class Gateway:
         )
 
         pipeline = Pipeline(authenticator, limiter, models, self.answers, server.max_choices)
-        clearings = (
-            None
-            if self.cache is None
-            else Clearings(self.cache, self.redis, redis.namespace, cache.time_budget_ms / 1000)
-        )
+        clearings = Clearings(self.cache, self.redis, redis.namespace, cache_budget_s) if self.cache else None
         warmer = Warmer(pipeline)
         self.metrics = Metrics()
         self.metrics.show(

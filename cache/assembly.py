@@ -154,11 +154,6 @@ class Assembly:
         self.choices: dict[int, Choice] = {}
         self._body = "delta" if is_chat else "text"
 
-    @property
-    def finish_reasons(self) -> list[str | None]:
-        """Of each choice, by index; None while it goes on."""
-        return [choice.fields.get("finish_reason") for _, choice in sorted(self.choices.items())]
-
     def add(self, data: bytes) -> None:
         """Take the payload of one event. Raises: ValueError when it is not a chunk of this operation."""
         chunk = orjson.loads(data)

@@ -5,15 +5,10 @@ from typing import Any
 
 import orjson
 
+from .errors import Diverged
+
 # Of a delta or a choice, these grow with each chunk; others are said once.
 GROWING = frozenset({"content", "reasoning_content", "reasoning", "refusal", "text", "arguments", "input"})
-
-
-class Diverged(Exception):
-    """An answer that should be the same as one that was begun before is another one."""
-
-    def __init__(self) -> None:
-        super().__init__("The answer could not be continued as it began.")
 
 
 class Continuation:

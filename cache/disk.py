@@ -156,22 +156,18 @@ class DiskTier:
         if self._store is None:
             return None
         try:
-            result = work(self._store)
+            return work(self._store)
         except (Corrupt, lmdb.MapFullError):  # one entry that is damaged, or too large
             self._stats.failures += 1
-            result = None
         except (lmdb.Error, OSError) as exc:
             self._stats.failures += 1
             self._fail(exc)
-            return None
-        self._count()
-        return result
+        return None
 
     def _open(self) -> None:
         try:
-            self._store = Store(self._path, self._max_bytes, self._compression, self._clock)
+            self._store = Store(self._path, self._max_bytes, self._compression, self._stats)
             self.last_error = None
-            self._count()
             logger.info("answers on disk: %d in %s", self._stats.entries, self._path)
         except (lmdb.Error, OSError) as exc:
             self._fail(exc)
@@ -193,16 +189,14 @@ class DiskTier:
             self._store.give_up()
             self._store = None
 
-    def _count(self) -> None:
-        if self._store is not None:
-            self._stats.entries, self._stats.size_bytes = self._store.entries, self._store.size_bytes
-            self._stats.evictions, self._stats.stores = self._store.evictions, self._store.stores
-
 
 class Store:
-    """The file, for one thread. Raises: OSError (also when another process has it), lmdb.Error."""
+    """The file, for one thread; keeps `stats` up to date.
 
-    def __init__(self, path: Path, max_bytes: int, compression: Compression, clock: Callable[[], float]) -> None:
+    Raises: OSError (also when another process has it), lmdb.Error.
+    """
+
+    def __init__(self, path: Path, max_bytes: int, compression: Compression, stats: TierStats) -> None:
         path.mkdir(parents=True, exist_ok=True)
         self._lock = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
@@ -216,14 +210,12 @@ class Store:
         except BaseException:
             os.close(self._lock)
             raise
-        self._clock = clock
+        self._stats = stats
         self._compression = compression
         self._batch = batch_for(max_bytes)
         self._pages = max_bytes // self._environment.stat()["psize"]
         self._packer = zstandard.ZstdCompressor(level=3)
         self._unpacker = zstandard.ZstdDecompressor()
-        self.evictions = 0
-        self.stores = 0
         with self._environment.begin() as transaction:
             last = transaction.cursor(self._ages)
             self._age = AGE.unpack(last.key())[0] if last.last() else 0
@@ -253,7 +245,7 @@ class Store:
                 raise
             for value in values:
                 self._put([value])
-        self.stores += len(batch)
+        self._stats.stores += len(batch)
         self._count()
 
     def _put(self, values: list[tuple[bytes, bytes]]) -> None:
@@ -325,7 +317,7 @@ class Store:
                 for key in oldest:
                     freed += max(1.0, len(transaction.get(key, db=self._entries) or b"") / PAGE_BYTES)
                     self._remove(transaction, key)
-            self.evictions += len(oldest)
+            self._stats.evictions += len(oldest)
 
     def _used_pages(self) -> int:
         """Those of the file less those that are free again."""
@@ -335,8 +327,8 @@ class Store:
 
     def _count(self) -> None:
         with self._environment.begin() as transaction:
-            self.entries = int(transaction.stat(self._entries)["entries"])
-        self.size_bytes = self._used_pages() * int(self._environment.stat()["psize"])
+            self._stats.entries = int(transaction.stat(self._entries)["entries"])
+        self._stats.size_bytes = self._used_pages() * int(self._environment.stat()["psize"])
 
     def _pack(self, data: bytes) -> bytes:
         return NONE + data if self._compression == "none" else ZSTD + self._packer.compress(data)

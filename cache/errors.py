@@ -23,3 +23,10 @@ class StreamGone(CacheError):
 
 class FlightAborted(Exception):
     """Nobody waited for the flight any more, or the gateway is on its way out."""
+
+
+class Diverged(CacheError):
+    """An answer that should be the same as one that was begun before is another one."""
+
+    def __init__(self) -> None:
+        super().__init__("The answer could not be continued as it began.")

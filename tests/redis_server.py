@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import random
+import shutil
 import signal
 import socket
 import subprocess
@@ -33,21 +34,16 @@ class RedisServer:
         self._port_option = ["--port", "0", "--tls-port"] if tls else ["--port"]
         self._is_tls = tls
         self.url = f"redi{'ss' if tls else 's'}://127.0.0.1:{self.port}/0"
+        self._folder = Path(tempfile.gettempdir()) / f"redis-{self.port}"
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
         """Start it, empty."""
-        command = [
-            "redis-server",
-            *self._port_option,
-            str(self.port),
-            "--bind",
-            "127.0.0.1",
-            "--save",
-            "",
-            "--appendonly",
-            "no",
-        ]
+        # A replica writes its master's data there, and a server loads what it finds.
+        shutil.rmtree(self._folder, ignore_errors=True)
+        self._folder.mkdir()
+        command = ["redis-server", *self._port_option, str(self.port), "--bind", "127.0.0.1"]
+        command += ["--dir", str(self._folder), "--save", "", "--appendonly", "no"]
         self._process = subprocess.Popen([*command, *self._options], stdout=subprocess.DEVNULL)
         deadline = time.monotonic() + START_TIMEOUT_S
         while not self._answers():
@@ -69,6 +65,7 @@ class RedisServer:
         assert self._process is not None
         self._process.kill()
         self._process.wait()
+        shutil.rmtree(self._folder, ignore_errors=True)
 
     def freeze(self) -> None:
         """As if it hung: connections stay open, and nothing is answered."""
@@ -129,8 +126,7 @@ def redis_cluster(masters: int = 3) -> Iterator[str]:
         servers = []
         for _ in range(masters):
             # The nodes' bus listens 10,000 above.
-            folder = stack.enter_context(tempfile.TemporaryDirectory())
-            options = ("--cluster-enabled", "yes", "--dir", folder, "--cluster-node-timeout", "2000")
+            options = ("--cluster-enabled", "yes", "--cluster-node-timeout", "2000")
             servers.append(stack.enter_context(redis_server(*options)))
         addresses = [f"127.0.0.1:{server.port}" for server in servers]
         create = ["redis-cli", "--cluster", "create", *addresses, "--cluster-replicas", "0", "--cluster-yes"]

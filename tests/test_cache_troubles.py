@@ -71,6 +71,13 @@ async def until_up(client: Client) -> None:
     await until(lambda: client.gateway.redis.is_up)
 
 
+async def fill(client: Client) -> None:
+    """Have the answer to question 1 cached."""
+    await until_up(client)
+    assert not await is_cached(client, 1)
+    await until_cached(client, 1)
+
+
 async def test_replicas_share_answers(redis: RedisServer) -> None:
     async with cached(redis.url) as one, cached(redis.url) as two:
         await until_up(one)
@@ -94,9 +101,7 @@ async def test_redis_that_is_down_at_the_start() -> None:
 async def test_redis_that_freezes() -> None:
     with redis_server() as server:
         async with cached(server.url) as client:
-            await until_up(client)
-            await is_cached(client, 1)
-            await until_cached(client, 1)
+            await fill(client)
             server.freeze()
             await serves_within_budget(client, "frozen")
             await until(lambda: not client.gateway.redis.is_up)
@@ -121,9 +126,7 @@ async def test_redis_that_is_slow(redis: RedisServer) -> None:
 async def test_redis_that_restarts_empty() -> None:
     with redis_server() as server:
         async with cached(server.url) as client:
-            await until_up(client)
-            await is_cached(client, 1)
-            await until_cached(client, 1)
+            await fill(client)
             server.stop()
             await serves_within_budget(client, "restarting")
             server.start()
@@ -134,9 +137,7 @@ async def test_redis_that_restarts_empty() -> None:
 async def test_redis_that_is_out_of_memory() -> None:
     with redis_server() as server:
         async with cached(server.url) as client:
-            await until_up(client)
-            await is_cached(client, 1)
-            await until_cached(client, 1)
+            await fill(client)
             ask(server.port, "config", "set", "maxmemory", "1")
             await serves_within_budget(client, "full")
             await until(lambda: not client.gateway.redis.is_up)
@@ -201,9 +202,7 @@ async def test_cluster_holds_answers_limits_and_flights() -> None:
 async def test_sentinels_lead_to_the_new_master() -> None:
     with redis_sentinels() as sentinels:
         async with cached(sentinels.url) as client:
-            await until_up(client)
-            assert not await is_cached(client, 1)
-            await until_cached(client, 1)
+            await fill(client)
             sentinels.master.stop()
             await serves_within_budget(client, "failing over")
             await until(sentinels.has_failed_over, 15)
@@ -235,9 +234,7 @@ async def test_tls_with_certificates_of_both_sides(authority: trustme.CA, tmp_pa
     own = files(cert_file="gateway.pem", key_file="gateway.key")
     with tls_server(authority, tmp_path) as server:
         async with cached(server.url, {**files(ca_file="ca.pem"), **own}) as client:
-            await until_up(client)
-            await is_cached(client, 1)
-            await until_cached(client, 1)
+            await fill(client)
         for redis in (own, files(ca_file="ca.pem")):  # an unknown authority; no certificate of the gateway's own
             async with cached(server.url, redis) as client:
                 await asyncio.sleep(0.3)

@@ -6,7 +6,8 @@ import orjson
 import pytest
 
 from cache.assembly import Assembly, is_whole
-from cache.continuation import Continuation, Diverged
+from cache.continuation import Continuation
+from cache.errors import Diverged
 from cache.replay import replay
 
 HEAD = {"id": "chatcmpl-1", "created": 1, "model": "demo"}

@@ -68,6 +68,12 @@ def test_environment_reaches_into_lists_and_takes_json(tmp_path: Path) -> None:
         ('[[pools]]\nname = "x"\nengine = "vllm"\n', {}, r"needs vllm\.model"),
         (POOL + "vllm = {model = 1}\n", {}, r"vllm: not for a pool"),
         ("not toml", {}, r"not TOML"),
+        (POOL + '[cache.redis]\nurl = "http://x"\n', {}, r"begins with one of redis://"),
+        (POOL + '[cache.redis]\nurl = "redis+sentinel://a:1,b:2"\n', {}, r"name of the service"),
+        (POOL + '[cache.redis]\nurl = "redis://x"\nca_file = "c"\n', {}, r"are for TLS"),
+        (POOL + '[cache.redis]\nurl = "rediss://x"\ncert_file = "c"\n', {}, r"go together"),
+        (POOL + '[singleflight]\nscope = "cluster"\n', {}, r"needs cache\.redis\.url"),
+        (POOL + '[cache]\nenabled = false\nwarm_file = "w"\n', {}, r"a cache that is enabled"),
     ],
 )
 def test_what_is_wrong_is_told_in_one_line(tmp_path: Path, text: str, env: dict[str, str], message: str) -> None:

@@ -6,7 +6,6 @@ Debian's `wrk` is needed. Everything listens on loopback, and every run is bound
 import contextlib
 import json
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -18,6 +17,7 @@ from pathlib import Path
 import httpx
 import psutil
 
+from tests.redis_server import free_port
 from tests.tokens import AUDIENCE, ISSUER, SECRET
 
 SERVER_CORE, CLIENT_CORE = 0, 1
@@ -122,12 +122,6 @@ class Server:
         if result["bad"]:
             raise RuntimeError(f"{result['bad']} requests of {result['requests']} failed")
         return Load(result["requests"] / cpu_s, result["requests"] / seconds, result["p50"], result["p99"])
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @contextlib.contextmanager
