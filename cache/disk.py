@@ -136,8 +136,9 @@ class DiskTier:
             try:
                 while True:
                     if self._store is None:
-                        await loop.run_in_executor(thread, self._open)
-                        self._thread = None if self._store is None else thread
+                        is_open = await loop.run_in_executor(thread, self._open)
+                        self._thread = thread if is_open else None
+                        self.last_error = None if is_open else self.last_error
                     await asyncio.sleep(RETRY_S if self._store is None else SYNC_S)
                     await self._in_thread(lambda store: store.sync())
             finally:
@@ -164,13 +165,14 @@ class DiskTier:
             self._fail(exc)
         return None
 
-    def _open(self) -> None:
+    def _open(self) -> bool:
         try:
             self._store = Store(self._path, self._max_bytes, self._compression, self._stats)
-            self.last_error = None
-            logger.info("answers on disk: %d in %s", self._stats.entries, self._path)
         except (lmdb.Error, OSError) as exc:
             self._fail(exc)
+            return False
+        logger.info("answers on disk: %d in %s", self._stats.entries, self._path)
+        return True
 
     def _close(self, waiting: list[tuple[bytes, Entry]]) -> None:
         for start in range(0, len(waiting), self._batch):
