@@ -36,7 +36,7 @@ WHOLE_ONLY = ("prompt_logprobs", "use_beam_search", "best_of", "return_token_ids
 ID = b'"id":"%b"'
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Wanted:
     """A request that was understood. `body` has neither nulls at its top nor anything of streaming; `obstacle` says why
     it is not answered from the cache."""

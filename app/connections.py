@@ -1,5 +1,5 @@
-"""What uvicorn leaves out at the level of connections: a bound on their number, time limits for headers and for unread
-answers, a size limit for headers.
+"""What uvicorn leaves out at the level of connections: a bound on their number, time limits for headers, bodies, and
+unread answers, a size limit for headers; and a quicker way out for whole answers.
 
 A connection is idle while no whole request of its waits for an answer: new ones, those between requests, and those
 whose headers or body trickle in. When a connection comes that is one too many, the longest idle one makes room, so that
@@ -7,12 +7,15 @@ idle connections keep nobody out, however many there are.
 """
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from starlette.types import Message
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
-from .errors import Failure
+from .errors import Failure, RequestTimeout
 
 _TIMEOUT = Failure(408, "invalid_request_error", "request_timeout", "The request's headers did not arrive in time.")
 _TOO_LARGE = Failure(431, "invalid_request_error", "request_too_large", "The request's headers are too large.")
@@ -21,6 +24,7 @@ _FULL = Failure(503, "server_error", "overloaded", "The gateway has too many con
 _REASONS = {400: b"Bad Request", 408: b"Request Timeout", 431: b"Request Header Fields Too Large", 503: b"Unavailable"}
 
 LINGER_S = 1.0
+NOT_PLAIN = (b"connection", b"transfer-encoding")
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,10 +40,16 @@ class Connections:
     """The connections of one server. Times in seconds, sizes in bytes."""
 
     def __init__(
-        self, max_connections: int, max_header_bytes: int, header_timeout_s: float, send_timeout_s: float
+        self,
+        max_connections: int,
+        max_header_bytes: int,
+        header_timeout_s: float,
+        body_timeout_s: float,
+        send_timeout_s: float,
     ) -> None:
         self.max_header_bytes = max_header_bytes
         self.header_timeout_s = header_timeout_s
+        self.body_timeout_s = body_timeout_s
         self.send_timeout_s = send_timeout_s
         self._max_connections = max_connections
         # Mutable state, changed by the methods below only. The longest idle stands first.
@@ -81,6 +91,9 @@ class Connections:
 
 class Connection(HttpToolsProtocol):
     """uvicorn's protocol with limits. `connections` is the registry that all of a server's connections share."""
+
+    # Python keeps objects of up to 30 attributes in a quicker form, and uvicorn has 28 already.
+    __slots__ = ("_header_bytes", "_header_timer", "_in_headers", "_is_refused", "_registry", "_send_timer")
 
     def __init__(self, *args: Any, connections: Connections, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -136,6 +149,12 @@ class Connection(HttpToolsProtocol):
         self._in_headers = False
         self._stop_header_timer()
         super().on_headers_complete()
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        body_timeout_s = self._registry.body_timeout_s
+        cycle.receive = partial(receive, cycle, body_timeout_s)  # type: ignore[method-assign,assignment]
+        cycle.send = Sender(cycle).send  # type: ignore[method-assign,assignment]
+        super()._start_asgi_task(cycle, app)
 
     def on_message_complete(self) -> None:
         self._registry.note_busy(self)
@@ -207,3 +226,61 @@ class Connection(HttpToolsProtocol):
             self.loop.call_later(LINGER_S, self.transport.abort)
         else:
             self.transport.close()
+
+
+async def receive(cycle: RequestResponseCycle, body_timeout_s: float) -> Message:
+    """uvicorn's, with a limit to the wait for more of the body. Raises: RequestTimeout."""
+    if not cycle.more_body:
+        return await RequestResponseCycle.receive(cycle)  # type: ignore[return-value]
+    try:
+        async with asyncio.timeout(body_timeout_s):
+            return await RequestResponseCycle.receive(cycle)  # type: ignore[return-value]
+    except TimeoutError:
+        raise RequestTimeout from None
+
+
+class Sender:
+    """uvicorn's way to send, but for whole answers: head and body leave in one write, and the head is looked through
+    for line breaks once, not header by header."""
+
+    __slots__ = ("_cycle", "_head")
+
+    def __init__(self, cycle: RequestResponseCycle) -> None:
+        self._cycle = cycle
+        self._head: Message | None = None  # of an answer that is perhaps whole
+
+    async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self._head = message if any(name == b"content-length" for name, _ in message["headers"]) else None
+            if self._head is None:
+                await self._send(message)
+            return
+        head, self._head = self._head, None
+        if head is not None:
+            if not message.get("more_body") and self._write(head["status"], head["headers"], message.get("body", b"")):
+                return
+            await self._send(head)
+        await self._send(message)
+
+    async def _send(self, message: Message) -> None:
+        await RequestResponseCycle.send(self._cycle, message)  # type: ignore[arg-type]
+
+    def _write(self, status: int, headers: Sequence[tuple[bytes, bytes]], body: bytes) -> bool:
+        """False: there is more to it than that, so it is uvicorn's."""
+        cycle = self._cycle
+        if cycle.disconnected or cycle.flow.write_paused or not cycle.keep_alive or cycle.scope["method"] == "HEAD":
+            return False
+        lines = [STATUS_LINE[status]]
+        for name, value in (*cycle.default_headers, *headers):
+            if name in NOT_PLAIN or (name == b"content-length" and int(value) != len(body)):
+                return False
+            lines.append(b"%b: %b\r\n" % (name, value))
+        head = b"".join(lines)
+        if head.count(b"\n") != len(lines) or head.count(b"\r") != len(lines):
+            return False
+        cycle.response_started = cycle.response_complete = True
+        cycle.waiting_for_100_continue = False
+        cycle.transport.write(b"%b\r\n%b" % (head, body))
+        cycle.message_event.set()
+        cycle.on_response()
+        return True

@@ -30,15 +30,17 @@ from .errors import (
     describe,
     is_known,
 )
-from .exchange import Exchange, accepts_gzip, limit_headers
+from .exchange import Exchange, limit_headers
 from .lifecycle import Lifecycle
-from .logs import Access
+from .logs import Access, AccessLog
 from .metrics import Metrics
 from .operations import OPERATIONS, Operation
 from .pipeline import Caller, Pipeline
 from .sse import DONE, EventStream, close, encode, encode_error, first_events
 
 logger = logging.getLogger("headrace")
+
+JSON = b"application/json"
 
 T = TypeVar("T")
 
@@ -50,16 +52,16 @@ class Door:
         pipeline: Pipeline,
         lifecycle: Lifecycle,
         metrics: Metrics,
+        access_log: AccessLog,
         max_body_bytes: int,
-        body_timeout_s: float,
         ping_s: float,
     ) -> None:
         self._app = app
         self._pipeline = pipeline
         self._lifecycle = lifecycle
         self._metrics = metrics
+        self._access_log = access_log
         self._max_body_bytes = max_body_bytes
-        self._body_timeout_s = body_timeout_s
         self._ping_s = ping_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -85,6 +87,7 @@ class Door:
                 # The exchange ended without an answer: the caller left, or the server is cancelling everything.
                 access.outcome = "disconnected"
             access.end()
+            self._access_log.write(access)
             if operation is not None:
                 self._metrics.record(access, access.duration_s)
 
@@ -95,8 +98,9 @@ class Door:
         access.operation = operation.name
         if access.method != "POST":
             raise MethodNotAllowed(access.method, "POST")
-        with self._lifecycle.running() as end:
-            async with self._pipeline.admit(operation, headers.get(b"authorization"), access) as caller:
+        with self._lifecycle.running() as running:
+            caller = await self._pipeline.admit(operation, headers.get(b"authorization"), access)
+            try:
                 exchange.admission = caller.admission
                 self._check_head(headers)
                 body = await self._read_body(receive)
@@ -110,16 +114,18 @@ class Door:
                 if isinstance(source, Hit):
                     await self._recall(wanted, caller, source, exchange, headers)
                 elif wanted.stream:
-                    await self._stream(wanted, caller, source, exchange, receive, end)
+                    await self._stream(wanted, caller, source, exchange, receive, running.end)
                 else:
-                    await self._answer(wanted, caller, source, exchange, headers, receive, end)
+                    await self._answer(wanted, caller, source, exchange, headers, receive, running.end)
+            finally:
+                await caller.admission.settle()
 
     async def _recall(
         self, wanted: Wanted, caller: Caller, hit: Hit, exchange: Exchange, headers: dict[bytes, bytes]
     ) -> None:
         if not wanted.stream:
             body = await self._pipeline.recall(wanted, caller, hit)
-            await exchange.reply(200, body, gzip_allowed=accepts_gzip(headers.get(b"accept-encoding", b"")))
+            await exchange.reply(200, body, accept_encoding=headers.get(b"accept-encoding", b""))
             return
         frames = [encode(event) async for events in self._pipeline.stream(wanted, caller, hit) for event in events]
         await exchange.reply_stream([*frames, DONE])
@@ -139,37 +145,31 @@ class Door:
             exchange.cache_status += b"; stored"
         body = landed.body if landed.entry is None else whole_body(landed.entry)
         assert body is not None
-        await exchange.reply(200, body, gzip_allowed=accepts_gzip(headers.get(b"accept-encoding", b"")))
+        await exchange.reply(200, body, accept_encoding=headers.get(b"accept-encoding", b""))
 
     def _check_head(self, headers: dict[bytes, bytes]) -> None:
         """What can be refused before a byte of the body is read."""
-        length = headers.get(b"content-length", b"0")
-        if int(length) > self._max_body_bytes:
+        if int(headers.get(b"content-length", b"0")) > self._max_body_bytes:
             raise RequestTooLarge(self._max_body_bytes)
-        media_type = headers.get(b"content-type", b"application/json").partition(b";")[0].strip().lower()
-        if media_type != b"application/json":
+        media_type = headers.get(b"content-type", JSON)
+        if media_type != JSON and media_type.partition(b";")[0].strip().lower() != JSON:
             raise InvalidRequest("The content type must be application/json.")
         if headers.get(b"content-encoding", b"identity") != b"identity":
             raise InvalidRequest("A compressed body is not understood; send it as it is.")
 
     async def _read_body(self, receive: Receive) -> bytes:
-        """Raises: RequestTooLarge, RequestTimeout, ClientGone."""
-        parts: list[bytes] = []
-        size = 0
+        """Raises: RequestTooLarge, RequestTimeout (from app/connections.py), ClientGone."""
+        body = b""
         while True:
-            try:
-                async with asyncio.timeout(self._body_timeout_s):
-                    message = await receive()
-            except TimeoutError:
-                raise RequestTimeout from None
+            message = await receive()
             if message["type"] == "http.disconnect":
                 raise ClientGone
-            parts.append(message.get("body", b""))
-            size += len(parts[-1])
-            if size > self._max_body_bytes:
+            part: bytes = message.get("body", b"")
+            if len(body) + len(part) > self._max_body_bytes:
                 raise RequestTooLarge(self._max_body_bytes)
+            body = body + part if body else part
             if not message.get("more_body", False):
-                return parts[0] if len(parts) == 1 else b"".join(parts)
+                return body
 
     async def _stream(
         self,

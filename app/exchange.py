@@ -4,9 +4,9 @@ import asyncio
 import contextlib
 import gzip
 import math
+import random
 import re
 import time
-import uuid
 
 from starlette.types import Message, Receive, Scope, Send
 
@@ -26,6 +26,10 @@ STREAM = (  # as sse-starlette's
     (b"cache-control", b"no-store"),
     (b"x-accel-buffering", b"no"),
 )
+LIMIT_HEADERS = {
+    kind: tuple(f"x-ratelimit-{what}-{kind}".encode() for what in ("limit", "remaining", "reset"))
+    for kind in ("requests", "tokens")
+}
 MIN_GZIP_BYTES = 1024
 GZIP_IN_THREAD_BYTES = 65536  # above it, compressing takes longer than handing it to a thread
 LINGER_S = 2.0
@@ -34,9 +38,13 @@ LINGER_S = 2.0
 class Exchange:
     """One request and its answer: what has been sent, and what will stand in the log."""
 
+    __slots__ = ("_send", "access", "admission", "age_s", "cache_status", "scope")
+
     def __init__(self, scope: Scope, headers: dict[bytes, bytes], send: Send) -> None:
         given = headers.get(b"x-request-id", b"")
-        request_id = given.decode() if REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+        # An id has to be unlike others, not hard to guess, and a read from the system's source takes its time.
+        is_usable = given and REQUEST_ID.fullmatch(given)
+        request_id = given.decode() if is_usable else f"{random.getrandbits(128):032x}"
         self.scope = scope
         self.access = Access(request_id, scope["method"], scope["path"][:200])
         self.admission: Admission | None = None
@@ -51,7 +59,9 @@ class Exchange:
             headers.append((b"cache-status", self.cache_status))
         if self.age_s is not None:
             headers.append((b"age", b"%d" % self.age_s))
-        return headers if self.admission is None else headers + limit_headers(self.admission.tightest())
+        if self.admission is not None:
+            headers += limit_headers(self.admission.tightest())
+        return headers
 
     def note_source(self, source: Hit | Place, obstacle: str | None, control: CacheControl) -> None:
         """What the answer's headers will say of where it came from."""
@@ -81,7 +91,7 @@ class Exchange:
         status: int,
         body: bytes,
         headers: list[tuple[bytes, bytes]] | None = None,
-        gzip_allowed: bool = False,
+        accept_encoding: bytes = b"",
         linger: Receive | None = None,
     ) -> None:
         """Send a whole JSON answer. With `linger`, read on for a moment before the end: a connection closed with unread
@@ -89,7 +99,7 @@ class Exchange:
         all_headers = [JSON, *self.own_headers(), *(headers or [])]
         if len(body) > MIN_GZIP_BYTES:
             all_headers.append((b"vary", b"accept-encoding"))
-            if gzip_allowed:
+            if accepts_gzip(accept_encoding):
                 all_headers.append((b"content-encoding", b"gzip"))
                 body = await compress(body)
         all_headers.append((b"content-length", b"%d" % len(body)))
@@ -119,17 +129,17 @@ def limit_headers(standings: list[Standing]) -> list[tuple[bytes, bytes]]:
     """In OpenAI's form: what a minute allows, what is left of it, and when it ends."""
     headers = []
     for standing in standings:
-        kind = standing.window.kind.encode()
-        headers += [
-            (b"x-ratelimit-limit-" + kind, b"%d" % standing.window.limit),
-            (b"x-ratelimit-remaining-" + kind, b"%d" % standing.remaining),
-            (b"x-ratelimit-reset-" + kind, b"%ds" % math.ceil(standing.reset_s)),
-        ]
+        limit, remaining, reset = LIMIT_HEADERS[standing.window.kind]
+        headers.append((limit, b"%d" % standing.window.limit))
+        headers.append((remaining, b"%d" % standing.remaining))
+        headers.append((reset, b"%ds" % math.ceil(standing.reset_s)))
     return headers
 
 
 def accepts_gzip(accept_encoding: bytes) -> bool:
     """RFC 9110, section 12.5.3, for the one coding offered."""
+    if not accept_encoding:
+        return False
     weights = {}
     for item in accept_encoding.lower().split(b","):
         coding, _, weight = item.partition(b";")

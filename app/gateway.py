@@ -38,7 +38,7 @@ from .endpoints import Health, add_endpoints
 from .engines.scripted import Script, ScriptedEngine
 from .engines.supervisor import SupervisedEngine
 from .lifecycle import Lifecycle
-from .logs import logging_config
+from .logs import AccessLog, logging_config
 from .metrics import Metrics, Parts
 from .pipeline import Pipeline
 from .redis_link import RedisLink
@@ -80,6 +80,7 @@ class Gateway:
             raise_file_limit(server.max_connections),
             server.max_header_bytes,
             server.header_timeout_s,
+            server.body_timeout_s,
             server.send_timeout_s,
         )
         keys = make_keys(settings.auth)
@@ -112,6 +113,7 @@ class Gateway:
         pipeline = Pipeline(authenticator, limiter, models, self.answers, server.max_choices)
         clearings = Clearings(self.cache, self.redis, redis.namespace, cache_budget_s) if self.cache else None
         warmer = Warmer(pipeline)
+        self.access_log = AccessLog(settings.monitoring.log_format)
         self.metrics = Metrics()
         self.metrics.show(
             Parts(
@@ -165,8 +167,8 @@ class Gateway:
             pipeline,
             self.lifecycle,
             self.metrics,
+            self.access_log,
             max_body_bytes=server.max_body_bytes,
-            body_timeout_s=server.body_timeout_s,
             ping_s=server.ping_s,
         )
         front = Cors(door, server.cors_origins) if server.cors_origins else door
@@ -189,7 +191,10 @@ class Gateway:
 
     async def serve(self) -> None:
         """Serve until told to stop. Raises: SettingsError, or the error for which an engine can never start."""
-        await self.server.serve()
+        try:
+            await self.server.serve()
+        finally:
+            self.access_log.flush()
         if self.server.failure is not None:
             raise self.server.failure
 

@@ -3,8 +3,6 @@
 import asyncio
 import logging
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 from .errors import ShuttingDown
 
@@ -14,7 +12,7 @@ logger = logging.getLogger("headrace")
 class Lifecycle:
     """Serving until `drain` is called; then, in this order: not ready but still accepting, refusing, ended.
 
-    A running request holds a future from `running`; when it is set, the request has to end at once.
+    A request runs inside of `running`, whose `end` is set when the request has to end at once.
     """
 
     def __init__(self, settle_s: float, drain_s: float) -> None:
@@ -24,7 +22,7 @@ class Lifecycle:
         # Mutable state: changed in `running` and `drain` only.
         self.is_draining = False
         self.is_refusing = False
-        self._running: set[asyncio.Future[None]] = set()
+        self._running: set[Running] = set()
         self._idle = asyncio.Event()
         self._idle.set()
         self._hurry = asyncio.Event()
@@ -33,21 +31,11 @@ class Lifecycle:
     def active_requests(self) -> int:
         return len(self._running)
 
-    @contextmanager
-    def running(self) -> Iterator["asyncio.Future[None]"]:
-        """Count a request while it runs. Raises: ShuttingDown."""
+    def running(self) -> "Running":
+        """Counts a request while it runs. Raises: ShuttingDown."""
         if self.is_refusing:
             raise ShuttingDown
-        end: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._running.add(end)
-        self._idle.clear()
-        try:
-            yield end
-        finally:
-            self._running.discard(end)
-            end.cancel()
-            if not self._running:
-                self._idle.set()
+        return Running(self._running, self._idle)
 
     def hurry(self) -> None:
         """Cut short whatever `drain` waits for."""
@@ -62,9 +50,8 @@ class Lifecycle:
         logger.info("draining: refusing requests, %d running have %g s", len(self._running), self._drain_s)
         if not await self._wait(self._idle, self._drain_s):
             logger.warning("draining: ending %d requests that still run", len(self._running))
-            for end in list(self._running):
-                if not end.done():
-                    end.set_result(None)
+            for request in list(self._running):
+                request.stop()
             await self._wait(self._idle, 2.0, may_hurry=False)
 
     async def _wait(self, event: asyncio.Event, seconds: float, may_hurry: bool = True) -> bool:
@@ -78,3 +65,41 @@ class Lifecycle:
             for wait in waits:
                 wait.cancel()
         return event.is_set()
+
+
+class Running:
+    """A context, for as long as one request runs."""
+
+    __slots__ = ("_end", "_idle", "_is_stopped", "_running")
+
+    def __init__(self, running: "set[Running]", idle: asyncio.Event) -> None:
+        self._running = running
+        self._idle = idle
+        self._is_stopped = False
+        self._end: asyncio.Future[None] | None = None
+
+    def __enter__(self) -> "Running":
+        self._running.add(self)
+        self._idle.clear()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._running.discard(self)
+        if self._end is not None:
+            self._end.cancel()
+        if not self._running:
+            self._idle.set()
+
+    @property
+    def end(self) -> "asyncio.Future[None]":
+        """Set when the request has to end; made for those who wait for something."""
+        if self._end is None:
+            self._end = asyncio.get_running_loop().create_future()
+            if self._is_stopped:
+                self._end.set_result(None)
+        return self._end
+
+    def stop(self) -> None:
+        self._is_stopped = True
+        if self._end is not None and not self._end.done():
+            self._end.set_result(None)

@@ -3,12 +3,16 @@
 Never in a line: tokens, keys, prompts, answers.
 """
 
+import asyncio
+import contextlib
 import logging
 import logging.config
+import sys
 import time
 import traceback
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from functools import lru_cache
 from typing import Any
 
 import orjson
@@ -16,6 +20,8 @@ import orjson
 from routing.engine import Usage
 
 access_logger = logging.getLogger("headrace.access")
+
+FLUSH_S = 0.1
 
 
 @dataclass(slots=True)
@@ -46,15 +52,11 @@ class Access:
         return None if self.first_token is None else self.first_token - self.started
 
     def end(self) -> None:
-        """Note the time of the end, and write the line."""
+        """Note the time of the end."""
         self.duration_s = time.perf_counter() - self.started
-        self._write()
 
-    def _write(self) -> None:
-        level = logging.DEBUG if self.path == "/metrics" or self.path.startswith("/health") else logging.INFO
-        if not access_logger.isEnabledFor(level):
-            return
-        ttft_s = self.ttft_s
+    def fields(self) -> dict[str, Any]:
+        ttft_s, usage = self.ttft_s, self.usage
         fields = {
             "request_id": self.request_id,
             "method": self.method,
@@ -72,24 +74,58 @@ class Access:
             "cache_detail": self.cache_detail,
             "ttft_ms": None if ttft_s is None else round(ttft_s * 1000, 2),
             "duration_ms": round(self.duration_s * 1000, 2),
-            "prompt_tokens": self.usage and self.usage.prompt_tokens,
-            "completion_tokens": self.usage and self.usage.completion_tokens,
-            "cached_tokens": self.usage and self.usage.cached_tokens,
         }
-        access_logger.log(level, "request", extra={"fields": {k: v for k, v in fields.items() if v is not None}})
+        if usage is not None:
+            fields["prompt_tokens"] = usage.prompt_tokens
+            fields["completion_tokens"] = usage.completion_tokens
+            fields["cached_tokens"] = usage.cached_tokens
+        return {name: value for name, value in fields.items() if value is not None}
+
+
+class AccessLog:
+    """Writes the line of every request, in the form and at the level that logging is configured with, but not through
+    it: a record that passes a formatter and a handler takes longer than an answer from the cache. Lines of FLUSH_S
+    leave together."""
+
+    def __init__(self, log_format: str) -> None:
+        self._is_json = log_format == "json"
+        self._lines: list[str] = []
+
+    def write(self, access: Access) -> None:
+        """To be called in the event loop."""
+        level = logging.DEBUG if access.path == "/metrics" or access.path.startswith("/health") else logging.INFO
+        if not access_logger.isEnabledFor(level):
+            return
+        now, fields = time.time(), access.fields()
+        if self._is_json:
+            name = "debug" if level == logging.DEBUG else "info"
+            head = {"time": _iso(now), "level": name, "logger": access_logger.name, "message": "request"}
+            line = orjson.dumps({**head, **fields}).decode()
+        else:
+            line = f"{_clock(int(now))} request {' '.join(f'{name}={value}' for name, value in fields.items())}"
+        if not self._lines:
+            asyncio.get_running_loop().call_later(FLUSH_S, self.flush)
+        self._lines.append(line)
+
+    def flush(self) -> None:
+        lines, self._lines = self._lines, []
+        if lines:
+            # What logging does when nobody reads what it writes: nothing.
+            with contextlib.suppress(OSError, ValueError):
+                sys.stderr.write("\n".join([*lines, ""]))
+                sys.stderr.flush()
 
 
 class JsonFormatter(logging.Formatter):
-    """One object a line: time, level, logger, message, and the record's `fields`."""
+    """One object a line: time, level, logger, message."""
 
     def format(self, record: logging.LogRecord) -> str:
         line: dict[str, Any] = {
-            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "time": _iso(record.created),
             "level": record.levelname.lower(),
             "logger": record.name,
             "message": record.getMessage(),
         }
-        line.update(getattr(record, "fields", {}))
         if record.exc_info:
             line["trace"] = self.formatException(record.exc_info)
         return orjson.dumps(line, default=str).decode()
@@ -100,14 +136,27 @@ class JsonFormatter(logging.Formatter):
 
 class ConsoleFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
-        stamp = time.strftime("%H:%M:%S", time.localtime(record.created))
         level = "" if record.levelno <= logging.INFO else f"{record.levelname.lower()}: "
-        fields = " ".join(f"{key}={value}" for key, value in getattr(record, "fields", {}).items())
-        line = f"{stamp} {level}{record.getMessage()} {fields}".rstrip()
+        line = f"{_clock(int(record.created))} {level}{record.getMessage()}"
         return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
 
     def formatException(self, ei: Any) -> str:
         return _trace_without_text(ei)
+
+
+@lru_cache(1)
+def _iso_second(second: int) -> str:
+    return datetime.fromtimestamp(second, UTC).strftime("%Y-%m-%dT%H:%M:%S")
+
+
+def _iso(seconds: float) -> str:
+    second = int(seconds)
+    return f"{_iso_second(second)}.{int((seconds - second) * 1000):03}+00:00"
+
+
+@lru_cache(1)
+def _clock(second: int) -> str:
+    return time.strftime("%H:%M:%S", time.localtime(second))
 
 
 def _trace_without_text(ei: Any) -> str:

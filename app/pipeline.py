@@ -1,10 +1,8 @@
 """The walk of a request, in the order of its steps; it knows nothing of HTTP but two headers' meaning."""
 
 import time
-from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import AsyncGenerator
+from typing import Any, NamedTuple
 
 from auth.authenticator import Authenticator, Everyone
 from auth.limits import Admission, Limiter
@@ -22,8 +20,7 @@ from .logs import Access
 from .operations import Operation
 
 
-@dataclass(frozen=True, slots=True)
-class Caller:
+class Caller(NamedTuple):
     """Somebody who may make one request now, and what that took of their limits."""
 
     principal: Principal
@@ -45,20 +42,15 @@ class Pipeline:
         self._answers = answers
         self._max_choices = max_choices
 
-    @asynccontextmanager
-    async def admit(self, operation: Operation, authorization: bytes | None, access: Access) -> AsyncIterator[Caller]:
-        """Let the caller in for one request, which is counted until the context is left.
+    async def admit(self, operation: Operation, authorization: bytes | None, access: Access) -> Caller:
+        """Let the caller in for one request, which is counted until its admission is settled.
 
         Raises: Unauthenticated, KeysUnavailable, InsufficientScope, LimitExceeded.
         """
         principal = await self._authenticator.authenticate(authorization)
         access.tenant, access.subject = principal.tenant, principal.subject
         principal.check_scope(operation.scope)
-        admission = await self._limiter.admit(principal)
-        try:
-            yield Caller(principal, admission)
-        finally:
-            await admission.settle()
+        return Caller(principal, await self._limiter.admit(principal))
 
     def prepare(
         self,

@@ -87,24 +87,27 @@ class Limiter:
         plan = self._plan(principal)
         if not plan.windows and not plan.slots:
             return Admission(self, plan, "", [])
-        # An id of the gateway's own: two requests may come with the same request id.
-        lease = f"{self._name}-{next(self._numbers)}"
-        verdict = await self._shared.take(plan, lease) if self._shared is not None else None
+        lease = ""
+        verdict = None
+        if self._shared is not None:
+            # An id of the gateway's own: two requests may come with the same request id.
+            lease = f"{self._name}-{next(self._numbers)}"
+            verdict = await self._shared.take(plan, lease)
         by = "local" if verdict is None else "shared"
         if verdict is None:
-            verdict = await self._local.check(plan)
+            verdict = self._local.check(plan)
             if self._shared is not None and not verdict.is_taken:
                 self._shared.abandon(lease)
         if not verdict.is_taken:
             refusal = _refusal(verdict)
             self.decisions[refusal.kind, by] += 1
             raise refusal
-        await self._local.take(plan)
+        self._local.take(plan)
         self.decisions["allowed", by] += 1
         return Admission(self, plan, lease, verdict.standings)
 
     async def settle(self, plan: Plan, lease: str, tokens: int) -> None:
-        await self._local.settle(plan, tokens)
+        self._local.settle(plan, tokens)
         if self._shared is not None:
             await self._shared.settle(plan, lease, tokens)
 
@@ -116,6 +119,8 @@ class Limiter:
 
 class Admission:
     """What one request took; `settle` gives it back, once, whatever ended the request."""
+
+    __slots__ = ("_is_settled", "_lease", "_limiter", "_plan", "_standings")
 
     def __init__(self, limiter: Limiter, plan: Plan, lease: str, standings: list[Standing]) -> None:
         self._limiter = limiter
@@ -131,9 +136,10 @@ class Admission:
         self._is_settled = True
         if not self._plan.windows and not self._plan.slots:
             return
-        for standing in self._standings:
-            if standing.window.kind == "tokens":
-                standing.used += tokens
+        if tokens:
+            for standing in self._standings:
+                if standing.window.kind == "tokens":
+                    standing.used += tokens
         await self._limiter.settle(self._plan, self._lease, tokens)
 
     def tightest(self) -> list[Standing]:
