@@ -52,6 +52,7 @@ class Wanted:
     last_event_id: bytes | None
     access: Access
     tally: Tally = field(default_factory=Tally)
+    key: bytes | None = None  # once it was needed
 
 
 class Landed(NamedTuple):
@@ -96,6 +97,19 @@ class Answers:
             return "stream options"
         return self._keys.obstacle(question)
 
+    def key(self, wanted: Wanted) -> bytes:
+        """Of a request that can be answered from the cache."""
+        if wanted.key is None:
+            wanted.key = self._keys.key(wanted.question)
+        return wanted.key
+
+    def at_hand(self, key: bytes) -> Hit | None:
+        """What `find` would find in memory; `note_hit` when it is used."""
+        return None if self._cache is None else self._cache.recall(key, is_final=False)
+
+    def note_hit(self, access: Access, hit: Hit) -> None:
+        self._note(access, "hit", hit.tier)
+
     async def find(self, wanted: Wanted) -> Hit | Place:
         """Raises: NotInCache, StreamGone."""
         if wanted.last_event_id is not None and wanted.stream:
@@ -103,14 +117,14 @@ class Answers:
         if wanted.obstacle is not None:
             if wanted.control.only_if_cached:
                 raise NotInCache
-            self._note(wanted, "bypass", wanted.obstacle)
+            self._note(wanted.access, "bypass", wanted.obstacle)
             key = self._keys.private_key(wanted.question) if wanted.stream else b""
             return self._fly(wanted, key, is_shared=False)
-        key = self._keys.key(wanted.question)
+        key = self.key(wanted)
         if not wanted.control.no_cache:
             hit = await self._look_up(key, wanted.control.max_age_s)
             if hit is not None:
-                self._note(wanted, "hit", hit.tier)
+                self.note_hit(wanted.access, hit)
                 return hit
         if wanted.control.only_if_cached:
             raise NotInCache
@@ -160,7 +174,7 @@ class Answers:
         seat = self._flights.join(key, work, is_shared, anew=wanted.control.no_cache)
         if wanted.obstacle is None:
             outcome = "miss" if seat.leads else "collapsed"
-            self._note(wanted, outcome, "request" if wanted.control.no_cache else "")
+            self._note(wanted.access, outcome, "request" if wanted.control.no_cache else "")
         self._admit(wanted, seat)
         return seat
 
@@ -172,11 +186,11 @@ class Answers:
             hit = await self._look_up(key, None) if is_cached else None
             if hit is None or replay_ref(hit.entry) != wanted.last_event_id.partition(b".")[0]:
                 raise StreamGone
-            self._note(wanted, "hit", hit.tier)
+            self._note(wanted.access, "hit", hit.tier)
             return hit
         work = partial(self._work, wanted, key, is_cached) if is_cached else None
         seat = await self._flights.resume(key, wanted.last_event_id, owner_of(wanted.question), work)
-        self._note(wanted, "resumed", "")
+        self._note(wanted.access, "resumed", "")
         self._admit(wanted, seat)
         return seat
 
@@ -184,8 +198,8 @@ class Answers:
         if wanted.stream:
             self._flights.admit(seat, owner_of(wanted.question))
 
-    def _note(self, wanted: Wanted, outcome: str, detail: str) -> None:
-        wanted.access.cache, wanted.access.cache_detail = outcome, detail or None
+    def _note(self, access: Access, outcome: str, detail: str) -> None:
+        access.cache, access.cache_detail = outcome, detail or None
         self.outcomes[outcome, detail] += 1
 
     # In flight

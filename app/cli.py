@@ -2,6 +2,7 @@
 
 import argparse
 import asyncio
+import gc
 import logging
 import re
 import signal
@@ -168,6 +169,9 @@ async def _guide(gateway: "Gateway", settings: Settings) -> None:
         [asyncio.create_task(engine.has_started.wait()) for engine in gateway.engines.values()],
         return_when=asyncio.FIRST_COMPLETED,
     )
+    # What is there by now stays; the garbage collector need not walk over it again and again while requests wait.
+    gc.collect()
+    gc.freeze()
     if settings.preset == "development":
         token = _example_token(settings)
         model = settings.offered_models()[0].name

@@ -1,5 +1,6 @@
 """What uvicorn leaves out at the level of connections: a bound on their number, time limits for headers, bodies, and
-unread answers, a size limit for headers; and a quicker way out for whole answers.
+unread answers, a size limit for headers; and a shorter way for
+requests whose answers are at hand.
 
 A connection is idle while no whole request of its waits for an answer: new ones, those between requests, and those
 whose headers or body trickle in. When a connection comes that is one too many, the longest idle one makes room, so that
@@ -7,13 +8,13 @@ idle connections keep nobody out, however many there are.
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from starlette.types import Message
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from .errors import Failure, RequestTimeout
 
@@ -24,7 +25,12 @@ _FULL = Failure(503, "server_error", "overloaded", "The gateway has too many con
 _REASONS = {400: b"Bad Request", 408: b"Request Timeout", 431: b"Request Header Fields Too Large", 503: b"Unavailable"}
 
 LINGER_S = 1.0
-NOT_PLAIN = (b"connection", b"transfer-encoding")
+
+
+Headers = list[tuple[bytes, bytes]]
+# From path, headers, and body of a POST request: the answer's headers and body, or what the request's task is given as
+# `exchange` in its scope's state.
+AnswerAtOnce = Callable[[str, Headers, bytes], tuple[Headers, bytes] | object | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +57,7 @@ class Connections:
         self.header_timeout_s = header_timeout_s
         self.body_timeout_s = body_timeout_s
         self.send_timeout_s = send_timeout_s
+        self.answer_at_once: AnswerAtOnce | None = None
         self._max_connections = max_connections
         # Mutable state, changed by the methods below only. The longest idle stands first.
         self._open: set[Connection] = set()
@@ -93,7 +100,7 @@ class Connection(HttpToolsProtocol):
     """uvicorn's protocol with limits. `connections` is the registry that all of a server's connections share."""
 
     # Python keeps objects of up to 30 attributes in a quicker form, and uvicorn has 28 already.
-    __slots__ = ("_header_bytes", "_header_timer", "_in_headers", "_is_refused", "_registry", "_send_timer")
+    __slots__ = ("_header_bytes", "_header_timer", "_held", "_in_headers", "_is_refused", "_registry", "_send_timer")
 
     def __init__(self, *args: Any, connections: Connections, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -101,6 +108,7 @@ class Connection(HttpToolsProtocol):
         self._is_refused = False
         self._in_headers = True
         self._header_bytes = 0
+        self._held: bytes | None = None  # the body so far of a request that is perhaps answered at once
         self._header_timer: asyncio.TimerHandle | None = None
         self._send_timer: asyncio.TimerHandle | None = None
 
@@ -124,6 +132,12 @@ class Connection(HttpToolsProtocol):
         if self._in_headers:
             self._header_bytes += len(data)
         super().data_received(data)
+        if self._held is not None:
+            self._release()
+        if self.cycle is not None and self.cycle.more_body and "receive" not in vars(self.cycle):
+            # The request's task starts in the loop's next step.
+            wait = partial(receive, self.cycle, self._registry.body_timeout_s)
+            self.cycle.receive = wait  # type: ignore[method-assign,assignment]
         if not self._in_headers or self._is_refused or self.transport.is_closing():
             return
         # The headers are not whole yet.
@@ -148,17 +162,59 @@ class Connection(HttpToolsProtocol):
                 return
         self._in_headers = False
         self._stop_header_timer()
-        super().on_headers_complete()
+        if self._may_answer_at_once():
+            self._held = b""
+        else:
+            super().on_headers_complete()
 
-    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
-        body_timeout_s = self._registry.body_timeout_s
-        cycle.receive = partial(receive, cycle, body_timeout_s)  # type: ignore[method-assign,assignment]
-        cycle.send = Sender(cycle).send  # type: ignore[method-assign,assignment]
-        super()._start_asgi_task(cycle, app)
+    def on_body(self, body: bytes) -> None:
+        if self._held is None:
+            super().on_body(body)
+        else:
+            self._held = self._held + body if self._held else body
 
     def on_message_complete(self) -> None:
+        if self._held is not None and self._answer_at_once(self._held):
+            return
+        self._release()
         self._registry.note_busy(self)
         super().on_message_complete()
+
+    def _may_answer_at_once(self) -> bool:
+        """Whether nothing but the request's body is needed before the answer could be sent."""
+        return (
+            self._registry.answer_at_once is not None
+            and (self.cycle is None or self.cycle.response_complete)
+            and not self.expect_100_continue
+            and not self.flow.write_paused
+            and self.parser.get_method() == b"POST"
+            and self.parser.should_keep_alive()
+            and not self.parser.should_upgrade()
+        )
+
+    def _answer_at_once(self, body: bytes) -> bool:
+        assert self._registry.answer_at_once is not None
+        answer = self._registry.answer_at_once(self.url.decode("latin-1"), self.headers, body)
+        if not isinstance(answer, tuple):
+            if answer is not None:
+                self.scope["state"]["exchange"] = answer
+            return False
+        self._held = None
+        headers, body = answer
+        lines = [b"%b: %b\r\n" % header for header in (*self.server_state.default_headers, *headers)]
+        self.transport.write(b"HTTP/1.1 200 OK\r\n%b\r\n%b" % (b"".join(lines), body))
+        self._registry.note_busy(self)
+        self.on_response_complete()
+        return True
+
+    def _release(self) -> None:
+        """Go the way of all requests, with what was held back."""
+        if self._held is None:
+            return
+        body, self._held = self._held, None
+        super().on_headers_complete()
+        if body:
+            super().on_body(body)
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
@@ -237,50 +293,3 @@ async def receive(cycle: RequestResponseCycle, body_timeout_s: float) -> Message
             return await RequestResponseCycle.receive(cycle)  # type: ignore[return-value]
     except TimeoutError:
         raise RequestTimeout from None
-
-
-class Sender:
-    """uvicorn's way to send, but for whole answers: head and body leave in one write, and the head is looked through
-    for line breaks once, not header by header."""
-
-    __slots__ = ("_cycle", "_head")
-
-    def __init__(self, cycle: RequestResponseCycle) -> None:
-        self._cycle = cycle
-        self._head: Message | None = None  # of an answer that is perhaps whole
-
-    async def send(self, message: Message) -> None:
-        if message["type"] == "http.response.start":
-            self._head = message if any(name == b"content-length" for name, _ in message["headers"]) else None
-            if self._head is None:
-                await self._send(message)
-            return
-        head, self._head = self._head, None
-        if head is not None:
-            if not message.get("more_body") and self._write(head["status"], head["headers"], message.get("body", b"")):
-                return
-            await self._send(head)
-        await self._send(message)
-
-    async def _send(self, message: Message) -> None:
-        await RequestResponseCycle.send(self._cycle, message)  # type: ignore[arg-type]
-
-    def _write(self, status: int, headers: Sequence[tuple[bytes, bytes]], body: bytes) -> bool:
-        """False: there is more to it than that, so it is uvicorn's."""
-        cycle = self._cycle
-        if cycle.disconnected or cycle.flow.write_paused or not cycle.keep_alive or cycle.scope["method"] == "HEAD":
-            return False
-        lines = [STATUS_LINE[status]]
-        for name, value in (*cycle.default_headers, *headers):
-            if name in NOT_PLAIN or (name == b"content-length" and int(value) != len(body)):
-                return False
-            lines.append(b"%b: %b\r\n" % (name, value))
-        head = b"".join(lines)
-        if head.count(b"\n") != len(lines) or head.count(b"\r") != len(lines):
-            return False
-        cycle.response_started = cycle.response_complete = True
-        cycle.waiting_for_100_continue = False
-        cycle.transport.write(b"%b\r\n%b" % (head, body))
-        cycle.message_event.set()
-        cycle.on_response()
-        return True

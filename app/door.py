@@ -6,7 +6,7 @@ docs/architecture.md for what that is worth.
 
 import asyncio
 import logging
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from typing import Any, TypeVar
 
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -19,6 +19,7 @@ from cache.store import Hit
 from . import cache_headers
 from .answers import Place, Wanted, whole_body
 from .bodies import parse
+from .cache_headers import SILENT
 from .errors import (
     ClientGone,
     Failure,
@@ -41,6 +42,10 @@ from .sse import DONE, EventStream, close, encode, encode_error, first_events
 logger = logging.getLogger("headrace")
 
 JSON = b"application/json"
+# Headers of requests that are not answered at once, since more comes of them.
+UNUSUAL = frozenset({b"cache-control", b"content-encoding", b"last-event-id", b"origin", b"transfer-encoding"})
+
+AtOnce = tuple[list[tuple[bytes, bytes]], bytes] | Exchange | None
 
 T = TypeVar("T")
 
@@ -68,15 +73,17 @@ class Door:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        headers = dict(scope["headers"])
-        exchange = Exchange(scope, headers, send)
+        exchange = scope["state"].pop("exchange", None)
+        if exchange is None:
+            exchange = Exchange(scope["method"], scope["path"], dict(scope["headers"]))
+        exchange.send_with(send)
         operation = OPERATIONS.get(scope["path"])
         try:
             if operation is None:
                 scope["state"]["access"] = exchange.access
                 await self._app(scope, receive, exchange.send)
             else:
-                await self._operate(operation, exchange, headers, receive)
+                await self._operate(operation, exchange, receive, scope)
         except ClientGone:
             exchange.access.outcome = "disconnected"
         except Exception as exc:
@@ -86,46 +93,71 @@ class Door:
             if access.status is None:
                 # The exchange ended without an answer: the caller left, or the server is cancelling everything.
                 access.outcome = "disconnected"
-            access.end()
-            self._access_log.write(access)
-            if operation is not None:
-                self._metrics.record(access, access.duration_s)
+            self._end(access)
 
-    async def _operate(
-        self, operation: Operation, exchange: Exchange, headers: dict[bytes, bytes], receive: Receive
-    ) -> None:
+    def answer_at_once(self, path: str, headers: Sequence[tuple[bytes, bytes]], body: bytes) -> "AtOnce":
+        """The same walk for a whole POST request that is answered from memory, in steps none of which waits, so that
+        the connection can do without a task for it. An exchange: it has to wait for something, and this is what is
+        known so far. None: nothing is."""
+        operation = OPERATIONS.get(path)
+        if operation is None or self._lifecycle.is_refusing:
+            return None
+        named = dict(headers)
+        if not UNUSUAL.isdisjoint(named):
+            return None
+        exchange = Exchange("POST", path, named)
         access = exchange.access
+        access.operation = operation.name
+        try:
+            self._check_head(named)
+            hit = self._pipeline.find_at_once(operation, exchange, body)
+        except Exception:
+            hit = None  # what is wrong is told by the other way
+        if hit is None:
+            return exchange
+        exchange.note_source(hit, None, SILENT)
+        access.status = 200
+        answer = exchange.whole(whole_body(hit.entry))
+        self._end(access)
+        return answer
+
+    def _end(self, access: Access) -> None:
+        access.end()
+        self._access_log.write(access)
+        if access.operation is not None:
+            self._metrics.record(access, access.duration_s)
+
+    async def _operate(self, operation: Operation, exchange: Exchange, receive: Receive, scope: Scope) -> None:
+        access, headers = exchange.access, exchange.headers
         access.operation = operation.name
         if access.method != "POST":
             raise MethodNotAllowed(access.method, "POST")
         with self._lifecycle.running() as running:
-            caller = await self._pipeline.admit(operation, headers.get(b"authorization"), access)
+            caller = await self._pipeline.admit(operation, exchange)
             try:
-                exchange.admission = caller.admission
+                control = cache_headers.read_cache_control(headers.get(b"cache-control"))
                 self._check_head(headers)
                 body = await self._read_body(receive)
-                control = cache_headers.read_cache_control(headers.get(b"cache-control"))
-                last_event_id = headers.get(b"last-event-id")
-                wanted = self._pipeline.prepare(
-                    operation, parse(body), caller.principal, control, last_event_id, access
-                )
+                wanted = exchange.wanted
+                if wanted is None:
+                    last_event_id = headers.get(b"last-event-id")
+                    wanted = self._pipeline.prepare(
+                        operation, parse(body), caller.principal, control, last_event_id, access
+                    )
                 source = await self._pipeline.find(wanted)
                 exchange.note_source(source, wanted.obstacle, control)
                 if isinstance(source, Hit):
-                    await self._recall(wanted, caller, source, exchange, headers)
+                    await self._recall(wanted, caller, source, exchange)
                 elif wanted.stream:
-                    await self._stream(wanted, caller, source, exchange, receive, running.end)
+                    await self._stream(wanted, caller, source, exchange, scope, receive, running.end)
                 else:
-                    await self._answer(wanted, caller, source, exchange, headers, receive, running.end)
+                    await self._answer(wanted, caller, source, exchange, receive, running.end)
             finally:
                 await caller.admission.settle()
 
-    async def _recall(
-        self, wanted: Wanted, caller: Caller, hit: Hit, exchange: Exchange, headers: dict[bytes, bytes]
-    ) -> None:
+    async def _recall(self, wanted: Wanted, caller: Caller, hit: Hit, exchange: Exchange) -> None:
         if not wanted.stream:
-            body = await self._pipeline.recall(wanted, caller, hit)
-            await exchange.reply(200, body, accept_encoding=headers.get(b"accept-encoding", b""))
+            await exchange.reply(200, await self._pipeline.recall(wanted, caller, hit))
             return
         frames = [encode(event) async for events in self._pipeline.stream(wanted, caller, hit) for event in events]
         await exchange.reply_stream([*frames, DONE])
@@ -136,7 +168,6 @@ class Door:
         caller: Caller,
         place: Place,
         exchange: Exchange,
-        headers: dict[bytes, bytes],
         receive: Receive,
         end: "asyncio.Future[None]",
     ) -> None:
@@ -145,7 +176,7 @@ class Door:
             exchange.cache_status += b"; stored"
         body = landed.body if landed.entry is None else whole_body(landed.entry)
         assert body is not None
-        await exchange.reply(200, body, accept_encoding=headers.get(b"accept-encoding", b""))
+        await exchange.reply(200, body)
 
     def _check_head(self, headers: dict[bytes, bytes]) -> None:
         """What can be refused before a byte of the body is read."""
@@ -177,6 +208,7 @@ class Door:
         caller: Caller,
         place: Place,
         exchange: Exchange,
+        scope: Scope,
         receive: Receive,
         end: "asyncio.Future[None]",
     ) -> None:
@@ -199,7 +231,7 @@ class Door:
             headers={name.decode(): value.decode() for name, value in exchange.own_headers()},
             ping_s=self._ping_s,
         )
-        await response(exchange.scope, receive, exchange.send)
+        await response(scope, receive, exchange.send)
         if isinstance(response.error, ClientGone):
             raise response.error
 

@@ -7,15 +7,17 @@ import math
 import random
 import re
 import time
+from collections.abc import Sequence
 
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import Message, Receive, Send
 
 from auth.limits import Admission
 from auth.plan import Standing
+from auth.principal import Principal
 from cache.store import Hit
 
 from . import cache_headers
-from .answers import Place
+from .answers import Place, Wanted
 from .cache_headers import CacheControl
 from .logs import Access
 
@@ -31,6 +33,7 @@ LIMIT_HEADERS = {
     for kind in ("requests", "tokens")
 }
 MIN_GZIP_BYTES = 1024
+GZIP_LEVEL = 5
 GZIP_IN_THREAD_BYTES = 65536  # above it, compressing takes longer than handing it to a thread
 LINGER_S = 2.0
 
@@ -38,18 +41,24 @@ LINGER_S = 2.0
 class Exchange:
     """One request and its answer: what has been sent, and what will stand in the log."""
 
-    __slots__ = ("_send", "access", "admission", "age_s", "cache_status", "scope")
+    __slots__ = ("_send", "access", "admission", "age_s", "cache_status", "headers", "principal", "wanted")
 
-    def __init__(self, scope: Scope, headers: dict[bytes, bytes], send: Send) -> None:
+    def __init__(self, method: str, path: str, headers: dict[bytes, bytes]) -> None:
         given = headers.get(b"x-request-id", b"")
         # An id has to be unlike others, not hard to guess, and a read from the system's source takes its time.
         is_usable = given and REQUEST_ID.fullmatch(given)
         request_id = given.decode() if is_usable else f"{random.getrandbits(128):032x}"
-        self.scope = scope
-        self.access = Access(request_id, scope["method"], scope["path"][:200])
+        self.headers = headers
+        self.access = Access(request_id, method, path[:200])
+        # What is known so far.
+        self.principal: Principal | None = None
         self.admission: Admission | None = None
+        self.wanted: Wanted | None = None
         self.cache_status: bytes = b""
         self.age_s: int | None = None
+        self._send: Send | None = None
+
+    def send_with(self, send: Send) -> None:
         self._send = send
 
     def own_headers(self) -> list[tuple[bytes, bytes]]:
@@ -84,25 +93,35 @@ class Exchange:
                 message["headers"] = [*message["headers"], (b"x-request-id", self.access.request_id.encode())]
                 if message["status"] >= 400:
                     self.access.outcome = "error" if message["status"] >= 500 else "refused"
+        assert self._send is not None
         await self._send(message)
+
+    def whole(
+        self, body: bytes, headers: Sequence[tuple[bytes, bytes]] = ()
+    ) -> tuple[list[tuple[bytes, bytes]], bytes]:
+        """All headers of a whole JSON answer, and its body as it is sent; compressing may take its time."""
+        all_headers = [JSON, *self.own_headers(), *headers]
+        if len(body) > MIN_GZIP_BYTES:
+            all_headers.append((b"vary", b"accept-encoding"))
+            if accepts_gzip(self.headers.get(b"accept-encoding", b"")):
+                all_headers.append((b"content-encoding", b"gzip"))
+                body = gzip.compress(body, GZIP_LEVEL)
+        all_headers.append((b"content-length", b"%d" % len(body)))
+        return all_headers, body
 
     async def reply(
         self,
         status: int,
         body: bytes,
-        headers: list[tuple[bytes, bytes]] | None = None,
-        accept_encoding: bytes = b"",
+        headers: Sequence[tuple[bytes, bytes]] = (),
         linger: Receive | None = None,
     ) -> None:
         """Send a whole JSON answer. With `linger`, read on for a moment before the end: a connection closed with unread
         bytes is reset, and the reset can overtake the answer (RFC 9112, section 9.6)."""
-        all_headers = [JSON, *self.own_headers(), *(headers or [])]
-        if len(body) > MIN_GZIP_BYTES:
-            all_headers.append((b"vary", b"accept-encoding"))
-            if accepts_gzip(accept_encoding):
-                all_headers.append((b"content-encoding", b"gzip"))
-                body = await compress(body)
-        all_headers.append((b"content-length", b"%d" % len(body)))
+        if len(body) > GZIP_IN_THREAD_BYTES:
+            all_headers, body = await asyncio.to_thread(self.whole, body, headers)
+        else:
+            all_headers, body = self.whole(body, headers)
         await self.send({"type": "http.response.start", "status": status, "headers": all_headers})
         if linger is not None:
             await self.send({"type": "http.response.body", "body": body, "more_body": True})
@@ -145,9 +164,3 @@ def accepts_gzip(accept_encoding: bytes) -> bool:
         coding, _, weight = item.partition(b";")
         weights[coding.strip()] = weight.replace(b" ", b"") not in (b"q=0", b"q=0.0", b"q=0.00", b"q=0.000")
     return weights.get(b"gzip", weights.get(b"*", False))
-
-
-async def compress(body: bytes) -> bytes:
-    if len(body) > GZIP_IN_THREAD_BYTES:
-        return await asyncio.to_thread(gzip.compress, body, 5)
-    return gzip.compress(body, 5)

@@ -171,6 +171,7 @@ class Gateway:
             max_body_bytes=server.max_body_bytes,
             ping_s=server.ping_s,
         )
+        self.connections.answer_at_once = door.answer_at_once
         front = Cors(door, server.cors_origins) if server.cors_origins else door
         self.server = Server(front, server, self.lifecycle, self.connections)
 

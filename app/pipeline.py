@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import AsyncGenerator
+from hashlib import blake2b
 from typing import Any, NamedTuple
 
 from auth.authenticator import Authenticator, Everyone
@@ -14,10 +15,14 @@ from routing.engine import Usage
 from routing.models import Models
 
 from .answers import Answers, Landed, Place, Renamer, Wanted, replayed, usage_in, whole_body
-from .cache_headers import CacheControl
+from .bodies import parse
+from .cache_headers import SILENT, CacheControl
 from .errors import InvalidRequest
+from .exchange import Exchange
 from .logs import Access
 from .operations import Operation
+
+MAX_KNOWN = 10_000
 
 
 class Caller(NamedTuple):
@@ -25,6 +30,13 @@ class Caller(NamedTuple):
 
     principal: Principal
     admission: Admission
+
+
+class Known(NamedTuple):
+    """What was understood of a request that was answered from memory."""
+
+    key: bytes
+    model: str
 
 
 class Pipeline:
@@ -41,16 +53,50 @@ class Pipeline:
         self._models = models
         self._answers = answers
         self._max_choices = max_choices
+        # By who asked, and the digest of the body: a request that is the same to the byte is not read again.
+        self._known: dict[tuple[str, str, str, tuple[str, ...] | None, bytes], Known] = {}
 
-    async def admit(self, operation: Operation, authorization: bytes | None, access: Access) -> Caller:
+    async def admit(self, operation: Operation, exchange: Exchange) -> Caller:
         """Let the caller in for one request, which is counted until its admission is settled.
 
         Raises: Unauthenticated, KeysUnavailable, InsufficientScope, LimitExceeded.
         """
-        principal = await self._authenticator.authenticate(authorization)
+        principal, access = exchange.principal, exchange.access
+        if principal is None:
+            principal = await self._authenticator.authenticate(exchange.headers.get(b"authorization"))
         access.tenant, access.subject = principal.tenant, principal.subject
         principal.check_scope(operation.scope)
-        return Caller(principal, await self._limiter.admit(principal))
+        admission = exchange.admission = await self._limiter.admit(principal)
+        return Caller(principal, admission)
+
+    def find_at_once(self, operation: Operation, exchange: Exchange, body: bytes) -> Hit | None:
+        """The walk as far as a stored answer, which the caller is charged for; None: something would have to be waited
+        for. Then nothing is charged, and the exchange has what is known. Raises: as `prepare`."""
+        access = exchange.access
+        principal = exchange.principal = self._authenticator.recall(exchange.headers.get(b"authorization"))
+        if principal is None or operation.scope not in principal.scopes or self._limiter.is_shared:
+            return None
+        asked = (operation.name, principal.tenant, principal.subject, principal.models, digest(body))
+        known = self._known.get(asked)
+        hit = None if known is None else self._answers.at_hand(known.key)
+        if known is None or hit is None:
+            wanted = exchange.wanted = self.prepare(operation, parse(body), principal, SILENT, None, access)
+            if wanted.stream or wanted.obstacle is not None:
+                return None
+            known = Known(self._answers.key(wanted), wanted.model.name)
+            hit = self._answers.at_hand(known.key)
+            if hit is None:
+                return None
+            if len(self._known) >= MAX_KNOWN:
+                self._known.clear()
+            self._known[asked] = known
+        admission = exchange.admission = self._limiter.admit_at_once(principal)
+        if admission is None:
+            return None
+        access.tenant, access.subject, access.model = principal.tenant, principal.subject, known.model
+        access.usage = Usage(hit.entry.prompt_tokens, hit.entry.completion_tokens)
+        self._answers.note_hit(access, hit)
+        return hit
 
     def prepare(
         self,
@@ -176,6 +222,10 @@ class Pipeline:
         if wanted.access.usage is None and tally.prompt_tokens + tally.completion_tokens:
             wanted.access.usage = Usage(tally.prompt_tokens, tally.completion_tokens)
         await caller.admission.settle(due)
+
+
+def digest(body: bytes) -> bytes:
+    return blake2b(body, digest_size=16).digest()
 
 
 def after(events: list[LogEvent], event_id: bytes | None) -> list[LogEvent]:

@@ -52,6 +52,17 @@ class Authenticator:
         self.results["ok"] += 1
         return principal
 
+    def recall(self, header: bytes | None) -> Principal | None:
+        """The same for a token that is known already; None for every other."""
+        try:
+            digest = hashlib.sha256(bearer_token(header)).digest()
+        except AuthError:
+            return None
+        principal = self._recall(digest) or self._api_keys.find(digest)
+        if principal is not None:
+            self.results["ok"] += 1
+        return principal
+
     async def _verify(self, token: bytes, digest: bytes) -> Principal:
         if self._verifier is None:
             raise InvalidToken("no such API key, and no JWTs are taken")
@@ -94,6 +105,9 @@ class Everyone:
         self.results: Counter[str] = Counter()
 
     async def authenticate(self, header: bytes | None) -> Principal:
+        return self.recall(header)
+
+    def recall(self, header: bytes | None) -> Principal:
         self.results["ok"] += 1
         return self._principal
 

@@ -95,16 +95,33 @@ class Limiter:
             verdict = await self._shared.take(plan, lease)
         by = "local" if verdict is None else "shared"
         if verdict is None:
-            verdict = self._local.check(plan)
+            verdict = self._local.take(plan)
             if self._shared is not None and not verdict.is_taken:
                 self._shared.abandon(lease)
+        elif verdict.is_taken:
+            self._local.count(plan)
         if not verdict.is_taken:
             refusal = _refusal(verdict)
             self.decisions[refusal.kind, by] += 1
             raise refusal
-        self._local.take(plan)
         self.decisions["allowed", by] += 1
         return Admission(self, plan, lease, verdict.standings)
+
+    @property
+    def is_shared(self) -> bool:
+        return self._shared is not None
+
+    def admit_at_once(self, principal: Principal) -> "Admission | None":
+        """Count a request that is over when this returns, by this replica's own counts; nothing is to be settled. None:
+        it has to be refused, which is left to be told, and counted, by `admit`."""
+        plan = self._plan(principal)
+        if not plan.windows and not plan.slots:
+            return Admission(self, plan, "", [])
+        verdict = self._local.take(plan, is_over=True)
+        if not verdict.is_taken:
+            return None
+        self.decisions["allowed", "local"] += 1
+        return Admission(self, plan, "", verdict.standings)
 
     async def settle(self, plan: Plan, lease: str, tokens: int) -> None:
         self._local.settle(plan, tokens)

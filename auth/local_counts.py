@@ -3,7 +3,7 @@
 import time
 from collections import Counter
 
-from .plan import Plan, Standing, Verdict, Window
+from .plan import Plan, Standing, Verdict
 
 
 class LocalCounts:
@@ -11,31 +11,38 @@ class LocalCounts:
 
     def __init__(self, window_s: int) -> None:
         self._window_s = window_s
-        # Mutable state, changed by `take` and `settle`: what was counted, when a window ends, and slots in use.
+        # Mutable state, changed by `take`, `count`, and `settle`: what was counted, a window's end, slots in use.
         self._used: dict[str, int] = {}
         self._ends: dict[str, float] = {}
         self._running: Counter[str] = Counter()
         self._next_sweep = 0.0
 
-    def check(self, plan: Plan) -> Verdict:
-        """How the plan stands for one more request, as if it were counted already when there is room for it."""
+    def take(self, plan: Plan, is_over: bool = False) -> Verdict:
+        """Count one more request, if there is room for it; one that is over already takes no slot."""
         now = time.monotonic()
-        standings = [self._standing(window, now) for window in plan.windows]
-        for slots in plan.slots:
-            if self._running[slots.key] >= slots.limit:
-                return Verdict(False, standings, slots)
-        for standing in standings:
-            if standing.is_used_up:
-                return Verdict(False, standings, None)
+        standings = []
+        has_room = True
+        for window in plan.windows:
+            used, end = self._used.get(window.key, 0), self._ends.get(window.key, 0.0)
+            if end <= now:
+                used, end = 0, now + self._window_s
+            has_room = has_room and used < window.limit
+            standings.append(Standing(window, used, end))
+        full = next((slots for slots in plan.slots if self._running[slots.key] >= slots.limit), None)
+        if full is not None or not has_room:
+            return Verdict(False, standings, full)
         for standing in standings:
             if standing.window.kind == "requests":
                 standing.used += 1
+        self.count(plan, is_over)
         return Verdict(True, standings, None)
 
-    def take(self, plan: Plan) -> None:
+    def count(self, plan: Plan, is_over: bool = False) -> None:
+        """Count one more request, whether there is room for it or not."""
         self._charge(plan, "requests", 1)
-        for slots in plan.slots:
-            self._running[slots.key] += 1
+        if not is_over:
+            for slots in plan.slots:
+                self._running[slots.key] += 1
 
     def settle(self, plan: Plan, tokens: int) -> None:
         for slots in plan.slots:
@@ -58,10 +65,9 @@ class LocalCounts:
         now = time.monotonic()
         if now >= self._next_sweep:
             self._sweep(now)
-        for window in plan.windows:
-            if window.kind != kind:
+        for key, window_kind, _, _ in plan.windows:
+            if window_kind != kind:
                 continue
-            key = window.key
             if self._ends.get(key, 0.0) > now:
                 self._used[key] += amount
             else:
@@ -72,9 +78,3 @@ class LocalCounts:
         for key in [key for key, end in self._ends.items() if end <= now]:
             del self._ends[key], self._used[key]
         self._next_sweep = now + self._window_s
-
-    def _standing(self, window: Window, now: float) -> Standing:
-        end = self._ends.get(window.key, 0.0)
-        if end > now:
-            return Standing(window, self._used[window.key], end)
-        return Standing(window, 0, now + self._window_s)

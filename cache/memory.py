@@ -37,14 +37,19 @@ class MemoryTier:
         self._stats = TierStats()
 
     def get_nowait(self, key: bytes) -> Entry | None:
+        entry = self.find(key)
+        if entry is None:
+            self._stats.misses += 1
+        return entry
+
+    def find(self, key: bytes) -> Entry | None:
+        """The same for somebody who will look again: nothing found is not counted as a miss."""
         try:
             entry = self._entries[key]
         except KeyError:
-            self._stats.misses += 1
             return None
         if entry.expires_at <= self._clock():
             self._drop(key, entry)
-            self._stats.misses += 1
             return None
         self._stats.hits += 1
         return entry

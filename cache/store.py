@@ -39,11 +39,11 @@ class ResponseCache:
     def has_lower(self) -> bool:
         return bool(self._lower)
 
-    def recall(self, key: bytes, max_age_s: float | None = None) -> Hit | None:
-        """Look in memory."""
+    def recall(self, key: bytes, max_age_s: float | None = None, is_final: bool = True) -> Hit | None:
+        """Look in memory; unless it is final, nothing found is not counted as a miss."""
         if self._memory is None:
             return None
-        entry = self._memory.get_nowait(key)
+        entry = self._memory.get_nowait(key) if is_final else self._memory.find(key)
         if entry is None or not self._is_good(key, entry, max_age_s):
             return None
         return Hit(entry, self._memory.name)

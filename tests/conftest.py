@@ -94,6 +94,12 @@ class Client:
         async with asyncio.timeout(timeout_s):
             return await connection.reader.read()
 
+    def access_lines(self, capsys: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
+        """What the access log has written since the last look."""
+        self.gateway.access_log.flush()
+        lines = [json.loads(line) for line in capsys.readouterr().err.splitlines() if line.startswith("{")]
+        return [line for line in lines if line["logger"] == "headrace.access"]
+
     async def until_idle(self, timeout_s: float = 1.0) -> None:
         """Wait until nothing of any request is left; fail after `timeout_s`."""
         async with asyncio.timeout(timeout_s):

@@ -326,12 +326,12 @@ async def test_hits_cost_a_request_and_no_tokens() -> None:
         assert left == [[9, 92], [8, 92], [7, 92]]
 
 
-async def test_hits_are_marked_in_the_log_and_the_metrics(client: Client, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, logger="headrace"):
-        for stream in (False, False, True):
-            await client.post({**ASK, "stream": stream})
-        await client.post(CHAT)
-    lines = [record.fields for record in caplog.records if record.name == "headrace.access"]
+async def test_hits_are_marked_in_the_log_and_the_metrics(client: Client, capsys: pytest.CaptureFixture[str]) -> None:
+    logging.getLogger("headrace").setLevel(logging.INFO)
+    for stream in (False, False, True):
+        await client.post({**ASK, "stream": stream})
+    await client.post(CHAT)
+    lines = client.access_lines(capsys)
     assert [(line["cache"], line.get("cache_detail")) for line in lines] == [
         ("miss", None),
         ("hit", "memory"),
