@@ -7,16 +7,16 @@ much for fifty as for one.
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from hashlib import sha1
 from typing import Any
 
 from redis.exceptions import NoScriptError
 
-from .redis_transport import Failures, check, make_clients
+from .deadlines import Deadlines
+from .redis_transport import Failures, Pipeline, check, make_clients
 from .settings import RedisSettings
 
 logger = logging.getLogger("headrace")
@@ -25,11 +25,6 @@ CHECK_S = 1.0
 CHECK_TIMEOUT_S = 2.0
 FAILURES_TO_OPEN = 3  # in a row
 NOT_REACHED = "not reached yet"
-# A deadline comes in so many steps, each a timer of its own and a pass more. An answer may be there and still wait for
-# this event loop, which is not Redis's fault: in a busy loop each step takes two passes at least, and so many are
-# enough for the batch before it and its own to be sent, read, and handed over.
-DEADLINE_STEPS = 8
-TIMER_LAG = 0.15  # uvloop's timers have milliseconds and come late, so the steps together are shorter by this
 SCAN_STEP = 500
 SCAN_TIMEOUT_S = 60.0
 MAX_BATCH = 512  # some ten milliseconds of Redis's time; only a busy loop lets so many come together
@@ -70,6 +65,8 @@ class RedisLink:
 
     def __init__(self, settings: RedisSettings, budget_s: float) -> None:
         self._client, self._clients = make_clients(settings, CHECK_TIMEOUT_S)
+        self._pipeline = Pipeline(self._client)
+        self._deadlines = Deadlines()
         self._check_key = f"{settings.namespace}:check"
         self._budget_s = budget_s
         # Mutable state, changed by `_send`, `_failed`, `_open`, and `_check`.
@@ -105,15 +102,16 @@ class RedisLink:
 
     async def evaluate(self, script: str, keys: Sequence[str], arguments: Sequence[Any], timeout_s: float) -> Any:
         """Submit a script, and wait so long for the answer: None when it does not come in time."""
-        answer = self.submit(script, keys, arguments)
-        with deadline(timeout_s, lambda: give_up([answer])):
-            return await answer
+        return await self._in_time(self.submit(script, keys, arguments), timeout_s)
 
     async def command(self, *arguments: Any, timeout_s: float) -> Any:
         """Submit a command, and wait so long for the answer: None when it does not come in time."""
-        answer = self.submit_command(*arguments)
-        with deadline(timeout_s, lambda: give_up([answer])):
-            return await answer
+        return await self._in_time(self.submit_command(*arguments), timeout_s)
+
+    async def _in_time(self, answer: "asyncio.Future[Any]", timeout_s: float) -> Any:
+        if not answer.done():
+            self._deadlines.after(timeout_s, partial(give_up, (answer,)))
+        return await answer
 
     async def delete_matching(self, pattern: str) -> int:
         """Delete all keys that match, on every node, those too that were submitted before; return how many there were.
@@ -144,6 +142,7 @@ class RedisLink:
         finally:
             self.is_up = False
             give_up(command.answer for command in self._waiting)
+            await self._pipeline.close()
             for client in self._clients:
                 await client.aclose()
 
@@ -160,17 +159,22 @@ class RedisLink:
     async def _send(self, batch: list[Command]) -> None:
         """Run the batch. Each time that the budget passes without an answer counts as a failure; the connection is kept
         until there are enough of those, since a new one takes several round trips."""
+        is_over = False
 
         def late() -> None:
+            if is_over:
+                return
             give_up(command.answer for command in batch)
             self._failed("TimeoutError")
-            if not self.is_up:
+            if self.is_up:
+                self._deadlines.after(self._budget_s, late)
+            else:
                 timeout.reschedule(0)
 
         try:
             async with asyncio.timeout(None) as timeout:
-                with deadline(self._budget_s, late):
-                    answers = await self._run_all(batch)
+                self._deadlines.after(self._budget_s, late)
+                answers = await self._run_all(batch)
         except TimeoutError:
             return
         except Failures as exc:
@@ -180,6 +184,8 @@ class RedisLink:
         except asyncio.CancelledError:
             give_up(command.answer for command in batch)
             raise
+        finally:
+            is_over = True
         error = next((answer for answer in answers if isinstance(answer, Exception)), None)
         for command, answer in zip(batch, answers, strict=True):
             if not command.answer.done():
@@ -191,19 +197,13 @@ class RedisLink:
 
     async def _run_all(self, batch: list[Command]) -> list[Any]:
         """Run the commands in one round trip; one more for scripts that Redis does not know yet."""
-        answers = await self._pipeline([command.quick for command in batch])
+        answers = await self._pipeline.run([command.quick for command in batch])
         unknown = [place for place, answer in enumerate(answers) if isinstance(answer, NoScriptError)]
         if unknown:
-            more = await self._pipeline([batch[place].full for place in unknown])
+            more = await self._pipeline.run([batch[place].full for place in unknown])
             for place, answer in zip(unknown, more, strict=True):
                 answers[place] = answer
         return answers
-
-    async def _pipeline(self, commands: list[tuple[Any, ...]]) -> list[Any]:
-        async with self._client.pipeline(transaction=False) as pipeline:
-            for command in commands:
-                pipeline.execute_command(*command)
-            return await pipeline.execute(raise_on_error=False)
 
     def _failed(self, error: str) -> None:
         self._failures += 1
@@ -229,46 +229,20 @@ class RedisLink:
             async with asyncio.timeout(CHECK_TIMEOUT_S):
                 if not self.is_up:
                     await check(self._client, self._check_key)  # on new connections, perhaps: several round trips
-                with deadline(self._budget_s, is_late.set):
-                    await check(self._client, self._check_key)
+                self._deadlines.after(self._budget_s, is_late.set)
+                await check(self._client, self._check_key)
+                is_slow = is_late.is_set()
         except Failures as exc:  # TimeoutError is an OSError
             self._open(type(exc).__name__)
             return
         self._latency_s = time.monotonic() - started
         if self.is_up:
             return
-        if is_late.is_set():
+        if is_slow:
             self._open("slow")
             return
         self.is_up, self._failures_in_a_row, self._error = True, 0, None
         logger.info("Redis is reached")
-
-
-@contextmanager
-def deadline(timeout_s: float, late: Callable[[], None]) -> Iterator[None]:
-    """Call `late` whenever `timeout_s` have passed in the context, or twice as many passes of the event loop as there
-    are steps, whichever is longer."""
-    loop = asyncio.get_running_loop()
-    step_s = timeout_s * (1 - TIMER_LAG) / DEADLINE_STEPS
-
-    timer: asyncio.Handle | None = None
-
-    def one_pass_more(left: int) -> None:
-        nonlocal timer
-        timer = loop.call_soon(step, left)
-
-    def step(left: int) -> None:
-        nonlocal timer
-        if left == 0:
-            late()
-            left = DEADLINE_STEPS
-        timer = loop.call_later(step_s, one_pass_more, left - 1)
-
-    timer = loop.call_later(step_s, one_pass_more, DEADLINE_STEPS - 1)
-    try:
-        yield
-    finally:
-        timer.cancel()
 
 
 def give_up(answers: Iterable["asyncio.Future[Any]"]) -> None:
