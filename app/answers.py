@@ -53,6 +53,7 @@ class Wanted:
     access: Access
     tally: Tally = field(default_factory=Tally)
     key: bytes | None = None  # once it was needed
+    is_looked_up: bool = False
 
 
 class Landed(NamedTuple):
@@ -107,6 +108,16 @@ class Answers:
         """What `find` would find in memory; `note_hit` when it is used."""
         return None if self._cache is None else self._cache.recall(key, is_final=False)
 
+    async def look_up(self, wanted: Wanted) -> Hit | None:
+        """A stored answer that will do; `note_hit` when it is used. A second look is one in memory alone."""
+        is_resumed = wanted.last_event_id is not None and wanted.stream
+        if self._cache is None or wanted.obstacle is not None or wanted.control.no_cache or is_resumed:
+            return None
+        if wanted.is_looked_up:
+            return self._cache.recall(self.key(wanted), wanted.control.max_age_s, is_final=False)
+        wanted.is_looked_up = True
+        return await self._look_up(self.key(wanted), wanted.control.max_age_s)
+
     def note_hit(self, access: Access, hit: Hit) -> None:
         self._note(access, "hit", hit.tier)
 
@@ -120,15 +131,13 @@ class Answers:
             self._note(wanted.access, "bypass", wanted.obstacle)
             key = self._keys.private_key(wanted.question) if wanted.stream else b""
             return self._fly(wanted, key, is_shared=False)
-        key = self.key(wanted)
-        if not wanted.control.no_cache:
-            hit = await self._look_up(key, wanted.control.max_age_s)
-            if hit is not None:
-                self.note_hit(wanted.access, hit)
-                return hit
+        hit = await self.look_up(wanted)
+        if hit is not None:
+            self.note_hit(wanted.access, hit)
+            return hit
         if wanted.control.only_if_cached:
             raise NotInCache
-        return self._fly(wanted, key, self._is_shared)
+        return self._fly(wanted, self.key(wanted), self._is_shared)
 
     async def explain(self, wanted: Wanted) -> dict[str, Any]:
         """What `find` would do: from where the answer would come, or why not from the cache, and what the key is of."""

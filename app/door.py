@@ -76,7 +76,7 @@ class Door:
         exchange = scope["state"].pop("exchange", None)
         if exchange is None:
             exchange = Exchange(scope["method"], scope["path"], dict(scope["headers"]))
-        exchange.send_with(send)
+        exchange.send_with(send, scope["state"].pop("answer", None))
         operation = OPERATIONS.get(scope["path"])
         try:
             if operation is None:
@@ -133,18 +133,20 @@ class Door:
         if access.method != "POST":
             raise MethodNotAllowed(access.method, "POST")
         with self._lifecycle.running() as running:
-            caller = await self._pipeline.admit(operation, exchange)
+            wanted = exchange.wanted
+            # Of a request that came in one piece. Limits come first for all others, whose bodies may be large.
+            hit = None if wanted is None else await self._pipeline.look_up(wanted)
+            caller = await self._pipeline.admit(operation, exchange, hit)
             try:
                 control = cache_headers.read_cache_control(headers.get(b"cache-control"))
                 self._check_head(headers)
                 body = await self._read_body(receive)
-                wanted = exchange.wanted
                 if wanted is None:
                     last_event_id = headers.get(b"last-event-id")
                     wanted = self._pipeline.prepare(
                         operation, parse(body), caller.principal, control, last_event_id, access
                     )
-                source = await self._pipeline.find(wanted)
+                source = await self._pipeline.find(wanted) if hit is None else self._pipeline.use(wanted, hit)
                 exchange.note_source(source, wanted.obstacle, control)
                 if isinstance(source, Hit):
                     await self._recall(wanted, caller, source, exchange)

@@ -7,7 +7,7 @@ import math
 import random
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from starlette.types import Message, Receive, Send
 
@@ -19,6 +19,7 @@ from cache.store import Hit
 from . import cache_headers
 from .answers import Place, Wanted
 from .cache_headers import CacheControl
+from .connections import Answer, Headers
 from .logs import Access
 
 REQUEST_ID = re.compile(rb"[A-Za-z0-9._~:/+=-]{1,128}")
@@ -41,7 +42,7 @@ LINGER_S = 2.0
 class Exchange:
     """One request and its answer: what has been sent, and what will stand in the log."""
 
-    __slots__ = ("_send", "access", "admission", "age_s", "cache_status", "headers", "principal", "wanted")
+    __slots__ = ("_answer", "_send", "access", "admission", "age_s", "cache_status", "headers", "principal", "wanted")
 
     def __init__(self, method: str, path: str, headers: dict[bytes, bytes]) -> None:
         given = headers.get(b"x-request-id", b"")
@@ -57,9 +58,11 @@ class Exchange:
         self.cache_status: bytes = b""
         self.age_s: int | None = None
         self._send: Send | None = None
+        self._answer: Callable[[Headers, bytes], bool] | None = None
 
-    def send_with(self, send: Send) -> None:
+    def send_with(self, send: Send, answer: Answer | None) -> None:
         self._send = send
+        self._answer = answer.send if answer is not None and answer.instead_of == send else None
 
     def own_headers(self) -> list[tuple[bytes, bytes]]:
         """Those of every answer: the request's id, and how the caller's limits stand."""
@@ -122,6 +125,9 @@ class Exchange:
             all_headers, body = await asyncio.to_thread(self.whole, body, headers)
         else:
             all_headers, body = self.whole(body, headers)
+        if status == 200 and self._answer is not None and self._answer(all_headers, body):
+            self.access.status = 200
+            return
         await self.send({"type": "http.response.start", "status": status, "headers": all_headers})
         if linger is not None:
             await self.send({"type": "http.response.body", "body": body, "more_body": True})

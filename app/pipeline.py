@@ -56,8 +56,9 @@ class Pipeline:
         # By who asked, and the digest of the body: a request that is the same to the byte is not read again.
         self._known: dict[tuple[str, str, str, tuple[str, ...] | None, bytes], Known] = {}
 
-    async def admit(self, operation: Operation, exchange: Exchange) -> Caller:
-        """Let the caller in for one request, which is counted until its admission is settled.
+    async def admit(self, operation: Operation, exchange: Exchange, hit: Hit | None = None) -> Caller:
+        """Let the caller in for one request, which is counted until its admission is settled; one that was answered by
+        a hit is over already.
 
         Raises: Unauthenticated, KeysUnavailable, InsufficientScope, LimitExceeded.
         """
@@ -66,7 +67,7 @@ class Pipeline:
             principal = await self._authenticator.authenticate(exchange.headers.get(b"authorization"))
         access.tenant, access.subject = principal.tenant, principal.subject
         principal.check_scope(operation.scope)
-        admission = exchange.admission = await self._limiter.admit(principal)
+        admission = exchange.admission = await self._limiter.admit(principal, is_over=hit is not None)
         return Caller(principal, admission)
 
     def find_at_once(self, operation: Operation, exchange: Exchange, body: bytes) -> Hit | None:
@@ -74,7 +75,10 @@ class Pipeline:
         for. Then nothing is charged, and the exchange has what is known. Raises: as `prepare`."""
         access = exchange.access
         principal = exchange.principal = self._authenticator.recall(exchange.headers.get(b"authorization"))
-        if principal is None or operation.scope not in principal.scopes or self._limiter.is_shared:
+        if principal is None or operation.scope not in principal.scopes:
+            return None
+        if self._limiter.is_shared:
+            exchange.wanted = self.prepare(operation, parse(body), principal, SILENT, None, access)
             return None
         asked = (operation.name, principal.tenant, principal.subject, principal.models, digest(body))
         known = self._known.get(asked)
@@ -151,6 +155,15 @@ class Pipeline:
         choices = n * len(inputs) if is_several else n
         if choices > self._max_choices:
             raise InvalidRequest(f"The request asks for {choices} answers; {self._max_choices} are allowed.", "n")
+
+    async def look_up(self, wanted: Wanted) -> Hit | None:
+        """A stored answer, before the caller is let in."""
+        return await self._answers.look_up(wanted)
+
+    def use(self, wanted: Wanted, hit: Hit) -> Hit:
+        """Take what was looked up for the answer."""
+        self._answers.note_hit(wanted.access, hit)
+        return hit
 
     async def find(self, wanted: Wanted) -> Hit | Place:
         """A stored answer, or a place in a flight, which has to be left. Raises: NotInCache, StreamGone."""

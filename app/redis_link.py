@@ -108,6 +108,20 @@ class RedisLink:
         """Submit a command, and wait so long for the answer: None when it does not come in time."""
         return await self._in_time(self.submit_command(*arguments), timeout_s)
 
+    async def wait(self, answer: "asyncio.Future[Any]", timeout_s: float) -> None:
+        """Wait so long for what was submitted, and let it go on."""
+        if answer.done():
+            return
+        waiting = asyncio.get_running_loop().create_future()
+
+        def wake(_: object = None) -> None:
+            if not waiting.done():
+                waiting.set_result(None)
+
+        answer.add_done_callback(wake)
+        self._deadlines.after(timeout_s, wake)
+        await waiting
+
     async def _in_time(self, answer: "asyncio.Future[Any]", timeout_s: float) -> Any:
         if not answer.done():
             self._deadlines.after(timeout_s, partial(give_up, (answer,)))

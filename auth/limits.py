@@ -27,8 +27,8 @@ class SharedCounts(Protocol):
     """The counts of all replicas together."""
 
     async def take(self, plan: Plan, lease: str) -> Verdict | None:
-        """Take all that the plan asks for, or nothing. None: that cannot be told in time, so go by your own counts, and
-        `settle` or `abandon` as if it was taken."""
+        """Take all that the plan asks for, or nothing; without a lease, no slots. None: that cannot be told in time, so
+        go by your own counts, and `settle` or `abandon` a lease as if it was taken."""
         ...
 
     async def settle(self, plan: Plan, lease: str, tokens: int) -> None:
@@ -82,8 +82,11 @@ class Limiter:
         self._numbers = itertools.count()
         self.decisions: Counter[tuple[str, str]] = Counter()
 
-    async def admit(self, principal: Principal) -> "Admission":
-        """Count a request. Raises: RateLimitExceeded, ConcurrencyLimitExceeded."""
+    async def admit(self, principal: Principal, is_over: bool = False) -> "Admission":
+        """Count a request; one whose answer is there already is over, and takes no slot.
+
+        Raises: RateLimitExceeded, ConcurrencyLimitExceeded.
+        """
         plan = self._plan(principal)
         if not plan.windows and not plan.slots:
             return Admission(self, plan, "", [])
@@ -91,21 +94,21 @@ class Limiter:
         verdict = None
         if self._shared is not None:
             # An id of the gateway's own: two requests may come with the same request id.
-            lease = f"{self._name}-{next(self._numbers)}"
+            lease = "" if is_over else f"{self._name}-{next(self._numbers)}"
             verdict = await self._shared.take(plan, lease)
         by = "local" if verdict is None else "shared"
         if verdict is None:
-            verdict = self._local.take(plan)
+            verdict = self._local.take(plan, is_over)
             if self._shared is not None and not verdict.is_taken:
                 self._shared.abandon(lease)
         elif verdict.is_taken:
-            self._local.count(plan)
+            self._local.count(plan, is_over)
         if not verdict.is_taken:
             refusal = _refusal(verdict)
             self.decisions[refusal.kind, by] += 1
             raise refusal
         self.decisions["allowed", by] += 1
-        return Admission(self, plan, lease, verdict.standings)
+        return Admission(self, plan, lease, verdict.standings, is_over)
 
     @property
     def is_shared(self) -> bool:
@@ -121,7 +124,7 @@ class Limiter:
         if not verdict.is_taken:
             return None
         self.decisions["allowed", "local"] += 1
-        return Admission(self, plan, "", verdict.standings)
+        return Admission(self, plan, "", verdict.standings, is_settled=True)
 
     async def settle(self, plan: Plan, lease: str, tokens: int) -> None:
         self._local.settle(plan, tokens)
@@ -139,12 +142,14 @@ class Admission:
 
     __slots__ = ("_is_settled", "_lease", "_limiter", "_plan", "_standings")
 
-    def __init__(self, limiter: Limiter, plan: Plan, lease: str, standings: list[Standing]) -> None:
+    def __init__(
+        self, limiter: Limiter, plan: Plan, lease: str, standings: list[Standing], is_settled: bool = False
+    ) -> None:
         self._limiter = limiter
         self._plan = plan
         self._lease = lease
         self._standings = standings
-        self._is_settled = False
+        self._is_settled = is_settled
 
     async def settle(self, tokens: int = 0) -> None:
         """Charge the tokens that the request cost, and free its slots. Only the first call counts."""

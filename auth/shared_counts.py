@@ -11,15 +11,18 @@ slots of a replica that was killed come back by themselves.
 import asyncio
 import time
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple, Protocol
 
 from .plan import Plan, Slots, Standing, Verdict, Window
 
 LEASE_S = 60.0
+PLANS = 10_000  # of recent callers, kept
 RETURN_S = 1.0  # how often leases are given back that could not be at once
 
-# KEYS: windows, then slots. ARGV: the window's length in ms, the lease, its length in ms, the number of windows; then a
-# limit for each key, and for each window what the request counts in it (0: only look).
+# KEYS: windows, then slots. ARGV: the window's length in ms, the lease (empty: there has to be a free slot, but none is
+# taken), its length in ms, the number of windows; then a limit for each key, and for each window what the request
+# counts in it (0: only look).
 # Answers: 1 if everything was taken, else 0; the place of the first full slots, else 0; count and ms left a window.
 TAKE = """
 local window_ms, lease, lease_ms, windows = tonumber(ARGV[1]), ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4])
@@ -47,6 +50,7 @@ for i = 1, windows do
     if redis.call('PTTL', KEYS[i]) < 0 then redis.call('PEXPIRE', KEYS[i], window_ms) end
   end
 end
+if lease == '' then return answer end
 for i = windows + 1, #KEYS do
   redis.call('ZADD', KEYS[i], now + lease_ms, lease)
   redis.call('PEXPIRE', KEYS[i], 2 * lease_ms)
@@ -89,6 +93,10 @@ class Redis(Protocol):
         """Submit, and wait so long for the answer."""
         ...
 
+    async def wait(self, answer: "asyncio.Future[Any]", timeout_s: float) -> None:
+        """Wait so long for what was submitted, and let it go on."""
+        ...
+
 
 class Held(NamedTuple):
     """A lease of a request that runs; how much of the request's time budget is left for giving it back; and whether
@@ -112,35 +120,45 @@ class RedisCounts:
         self._budget_s = budget_s
         self._window_ms = window_s * 1000
         self._lease_ms = int(lease_s * 1000)
+        self._taking = lru_cache(PLANS)(self._take_arguments)
         # Mutable state: leases of requests that run, and those that could not be given back yet, with their slots.
         self._held: dict[str, Held] = {}
         self._owed: dict[str, tuple[Slots, ...]] = {}
 
     async def take(self, plan: Plan, lease: str) -> Verdict | None:
         if not self._redis.is_up:
-            self._held[lease] = Held(plan.slots, 0.0, is_known=False)
+            self._hold(lease, Held(plan.slots, 0.0, is_known=False))
             return None
         started = time.monotonic()
-        limiting: list[Window | Slots] = [*plan.windows, *plan.slots]
-        keys = [self._key(item) for item in limiting]
-        limits = [item.limit for item in limiting]
-        costs = [int(window.kind == "requests") for window in plan.windows]
-        head = (self._window_ms, lease, self._lease_ms, len(plan.windows))
+        keys, windows, rest = self._taking(plan)
         try:
-            answer = await self._redis.evaluate(TAKE, keys, (*head, *limits, *costs), self._budget_s)
+            arguments = (self._window_ms, lease, self._lease_ms, windows, *rest)
+            answer = await self._redis.evaluate(TAKE, keys, arguments, self._budget_s)
         except BaseException:
-            self._owed[lease] = plan.slots
+            if lease:
+                self._owed[lease] = plan.slots
             raise
         if answer is None:
-            self._held[lease] = Held(plan.slots, 0.0, is_known=True)  # it may have been taken all the same
+            self._hold(lease, Held(plan.slots, 0.0, is_known=True))  # it may have been taken all the same
             return None
         is_taken, full, *counts = answer
         if is_taken:
-            self._held[lease] = Held(plan.slots, self._budget_s - (time.monotonic() - started), True)
+            self._hold(lease, Held(plan.slots, self._budget_s - (time.monotonic() - started), True))
         pairs = zip(plan.windows, counts[::2], counts[1::2], strict=True)
         now = time.monotonic()
         standings = [Standing(window, used, now + left_ms / 1000) for window, used, left_ms in pairs]
         return Verdict(bool(is_taken), standings, plan.slots[full - 1] if full else None)
+
+    def _hold(self, lease: str, held: Held) -> None:
+        if lease:
+            self._held[lease] = held
+
+    def _take_arguments(self, plan: Plan) -> tuple[list[str], int, list[int]]:
+        """Keys, the number of windows, and what follows it."""
+        limiting: list[Window | Slots] = [*plan.windows, *plan.slots]
+        limits = [item.limit for item in limiting]
+        costs = [int(window.kind == "requests") for window in plan.windows]
+        return [self._key(item) for item in limiting], len(plan.windows), limits + costs
 
     def abandon(self, lease: str) -> None:
         held = self._held.pop(lease, None)
@@ -155,7 +173,7 @@ class RedisCounts:
         if slots or windows:
             settled = self._submit_settle(lease, windows, slots, tokens)
             if left_s > 0:
-                await asyncio.wait([settled], timeout=left_s)
+                await self._redis.wait(settled, left_s)
 
     def _submit_settle(
         self, lease: str, windows: Sequence[Window], slots: Sequence[Slots], tokens: int
