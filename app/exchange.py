@@ -64,7 +64,7 @@ class Exchange:
         self._send = send
         self._answer = answer.send if answer is not None and answer.instead_of == send else None
 
-    def own_headers(self) -> list[tuple[bytes, bytes]]:
+    def own_headers(self) -> Headers:
         """Those of every answer: the request's id, and how the caller's limits stand."""
         headers = [(b"x-request-id", self.access.request_id.encode())]
         if self.cache_status:
@@ -99,11 +99,11 @@ class Exchange:
         assert self._send is not None
         await self._send(message)
 
-    def whole(
-        self, body: bytes, headers: Sequence[tuple[bytes, bytes]] = ()
-    ) -> tuple[list[tuple[bytes, bytes]], bytes]:
+    def whole(self, body: bytes, headers: Sequence[tuple[bytes, bytes]] = ()) -> tuple[Headers, bytes]:
         """All headers of a whole JSON answer, and its body as it is sent; compressing may take its time."""
-        all_headers = [JSON, *self.own_headers(), *headers]
+        all_headers = self.own_headers()
+        all_headers += headers
+        all_headers.append(JSON)
         if len(body) > MIN_GZIP_BYTES:
             all_headers.append((b"vary", b"accept-encoding"))
             if accepts_gzip(self.headers.get(b"accept-encoding", b"")):
@@ -150,14 +150,16 @@ async def read_on(receive: Receive) -> None:
                 pass
 
 
-def limit_headers(standings: list[Standing]) -> list[tuple[bytes, bytes]]:
+def limit_headers(standings: Sequence[Standing]) -> Headers:
     """In OpenAI's form: what a minute allows, what is left of it, and when it ends."""
+    now = time.monotonic()
     headers = []
     for standing in standings:
-        limit, remaining, reset = LIMIT_HEADERS[standing.window.kind]
-        headers.append((limit, b"%d" % standing.window.limit))
-        headers.append((remaining, b"%d" % standing.remaining))
-        headers.append((reset, b"%ds" % math.ceil(standing.reset_s)))
+        window = standing.window
+        limit, remaining, reset = LIMIT_HEADERS[window.kind]
+        headers.append((limit, b"%d" % window.limit))
+        headers.append((remaining, b"%d" % max(0, window.limit - standing.used)))
+        headers.append((reset, b"%ds" % math.ceil(max(0.0, standing.resets_at - now))))
     return headers
 
 

@@ -48,10 +48,6 @@ class Access:
     duration_s: float = 0.0
 
     @property
-    def ttft_s(self) -> float | None:
-        return None if self.first_token is None else self.first_token - self.started
-
-    @property
     def level(self) -> int:
         is_watch = self.path == "/metrics" or self.path.startswith("/health")
         return logging.DEBUG if is_watch else logging.INFO
@@ -60,31 +56,36 @@ class Access:
         """Note the time of the end."""
         self.duration_s = time.perf_counter() - self.started
 
-    def fields(self) -> dict[str, Any]:
-        ttft_s, usage = self.ttft_s, self.usage
-        fields = {
-            "request_id": self.request_id,
-            "method": self.method,
-            "path": self.path,
-            "operation": self.operation,
-            "model": self.model,
-            "tenant": self.tenant,
-            "subject": self.subject,
-            "stream": self.stream or None,
-            "status": self.status,
-            "outcome": self.outcome,
-            "error": self.error,
-            "reason": self.reason,
-            "cache": self.cache,
-            "cache_detail": self.cache_detail,
-            "ttft_ms": None if ttft_s is None else round(ttft_s * 1000, 2),
-            "duration_ms": round(self.duration_s * 1000, 2),
-        }
+    def add_to(self, line: dict[str, Any]) -> None:
+        """What there is to say; written out, since it is done for every request."""
+        line["request_id"], line["method"], line["path"] = self.request_id, self.method, self.path
+        if self.operation is not None:
+            line["operation"] = self.operation
+        if self.model is not None:
+            line["model"] = self.model
+        if self.tenant is not None:
+            line["tenant"], line["subject"] = self.tenant, self.subject
+        if self.stream:
+            line["stream"] = True
+        if self.status is not None:
+            line["status"] = self.status
+        line["outcome"] = self.outcome
+        if self.error is not None:
+            line["error"] = self.error
+        if self.reason is not None:
+            line["reason"] = self.reason
+        if self.cache is not None:
+            line["cache"] = self.cache
+        if self.cache_detail is not None:
+            line["cache_detail"] = self.cache_detail
+        if self.first_token is not None:
+            line["ttft_ms"] = round((self.first_token - self.started) * 1000, 2)
+        line["duration_ms"] = round(self.duration_s * 1000, 2)
+        usage = self.usage
         if usage is not None:
-            fields["prompt_tokens"] = usage.prompt_tokens
-            fields["completion_tokens"] = usage.completion_tokens
-            fields["cached_tokens"] = usage.cached_tokens
-        return {name: value for name, value in fields.items() if value is not None}
+            line["prompt_tokens"], line["completion_tokens"] = usage.prompt_tokens, usage.completion_tokens
+            if usage.cached_tokens is not None:
+                line["cached_tokens"] = usage.cached_tokens
 
 
 class AccessLog:
@@ -112,12 +113,18 @@ class AccessLog:
                 sys.stderr.flush()
 
     def _line(self, ended_at: float, access: Access) -> str:
-        fields = access.fields()
         if not self._is_json:
+            fields: dict[str, Any] = {}
+            access.add_to(fields)
             return f"{_clock(int(ended_at))} request {' '.join(f'{name}={value}' for name, value in fields.items())}"
-        level = "debug" if access.level == logging.DEBUG else "info"
-        head = {"time": _iso(ended_at), "level": level, "logger": access_logger.name, "message": "request"}
-        return orjson.dumps({**head, **fields}).decode()
+        line = {
+            "time": _iso(ended_at),
+            "level": "debug" if access.level == logging.DEBUG else "info",
+            "logger": "headrace.access",
+            "message": "request",
+        }
+        access.add_to(line)
+        return orjson.dumps(line).decode()
 
 
 class JsonFormatter(logging.Formatter):

@@ -8,7 +8,7 @@ import itertools
 import math
 import secrets
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Protocol
@@ -164,7 +164,7 @@ class Admission:
                     standing.used += tokens
         await self._limiter.settle(self._plan, self._lease, tokens)
 
-    def tightest(self) -> list[Standing]:
+    def tightest(self) -> Sequence[Standing]:
         """For requests and for tokens, the window that will be used up first."""
         return tightest(self._standings)
 

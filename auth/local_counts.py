@@ -21,14 +21,17 @@ class LocalCounts:
         """Count one more request, if there is room for it; one that is over already takes no slot."""
         now = time.monotonic()
         standings = []
-        has_room = True
+        has_room, full = True, None
         for window in plan.windows:
             used, end = self._used.get(window.key, 0), self._ends.get(window.key, 0.0)
             if end <= now:
                 used, end = 0, now + self._window_s
-            has_room = has_room and used < window.limit
+            if used >= window.limit:
+                has_room = False
             standings.append(Standing(window, used, end))
-        full = next((slots for slots in plan.slots if self._running[slots.key] >= slots.limit), None)
+        for slots in plan.slots:
+            if self._running[slots.key] >= slots.limit:
+                full = slots
         if full is not None or not has_room:
             return Verdict(False, standings, full)
         for standing in standings:

@@ -63,7 +63,9 @@ class Verdict(NamedTuple):
     full: Slots | None
 
 
-def tightest(standings: Sequence[Standing]) -> list[Standing]:
+def tightest(standings: Sequence[Standing]) -> Sequence[Standing]:
+    if len(standings) < 2 or (len(standings) == 2 and standings[0].window.kind != standings[1].window.kind):
+        return standings
     found: dict[Kind, Standing] = {}
     for standing in standings:
         other = found.get(standing.window.kind)
