@@ -1,7 +1,8 @@
 """Where an answer comes from: the cache, a flight under way, or an engine call that this request begins.
 
-Whole and streamed requests share entries and flights, so a request that others may join is always asked for as a
-stream, and put together when it is over.
+Whole and streamed requests share entries and flights. An engine works less for a whole answer, so one is asked for
+when a whole request leads, unless a caller of the same tenant who streams is likely to join: then the engine is asked
+for a stream, which is put together when it is over. A stream that joins a whole answer all the same gets it in the end.
 """
 
 import random
@@ -18,7 +19,7 @@ import orjson
 
 from cache.assembly import Assembly, is_whole
 from cache.continuation import Continuation
-from cache.entry import Entry
+from cache.entry import Entry, tags_of
 from cache.errors import NotInCache, StreamGone
 from cache.flight import Flight, Flights, LogEvent, Seat
 from cache.key import KeyMaker, Question, canonical
@@ -31,6 +32,7 @@ from .cache_headers import CacheControl
 from .logs import Access
 
 OWNERS = 10_000
+STREAMING_S = 600.0  # how long after a stream another one is likely
 # What vLLM and OpenAI give with whole answers only.
 WHOLE_ONLY = ("prompt_logprobs", "use_beam_search", "best_of", "return_token_ids", "return_tokens_as_token_ids")
 ID = b'"id":"%b"'
@@ -87,6 +89,7 @@ class Answers:
         self._ttl_s = ttl_s
         self._ttls_s = dict(ttls_s)
         self.outcomes: Counter[tuple[str, str]] = Counter()  # by outcome, and tier or reason
+        self._streamed: dict[bytes, float] = {}  # when there was a stream, by the tags of tenant and model
 
     def obstacle(self, question: Question, control: CacheControl, options: Mapping[str, Any]) -> str | None:
         """Why a request is answered by an engine of its own; None: it need not be."""
@@ -205,6 +208,9 @@ class Answers:
 
     def _admit(self, wanted: Wanted, seat: Place) -> None:
         if wanted.stream:
+            if len(self._streamed) >= OWNERS:
+                self._streamed.clear()
+            self._streamed[tags_of(seat.flight.key)] = time.monotonic()
             self._flights.admit(seat, owner_of(wanted.question))
 
     def _note(self, access: Access, outcome: str, detail: str) -> None:
@@ -217,7 +223,7 @@ class Answers:
         """Ask the engine, and store what it says. Raises: RoutingError, CacheError."""
         is_kept = wanted.obstacle is None
         body = wanted.body
-        as_stream = wanted.stream or (is_shared and not any(body.get(name) for name in WHOLE_ONLY))
+        as_stream = wanted.stream or bool(flight.log) or (is_shared and self._may_be_streamed(wanted, key, flight))
         if as_stream:
             body = {**body, "stream": True, "stream_options": {"include_usage": True}}
         tally = wanted.tally
@@ -236,13 +242,19 @@ class Answers:
         if document is None:
             return Landed(usage)
         entry = self._entry(wanted, document, usage, flight.began_at)
-        if not flight.log:
+        if not flight.log and (flight.owners or flight.source is not None):
             for payload in replay(document, is_chat(wanted.operation)):
                 flight.append(payload, tells_usage=is_usage_chunk(payload))
         limit = wanted.body.get("max_completion_tokens") or wanted.body.get("max_tokens")
         if is_kept and self._cache is not None and is_whole(document, limit):
             return Landed(usage, entry, is_stored=self._cache.put(key, entry))
         return Landed(usage, entry)
+
+    def _may_be_streamed(self, wanted: Wanted, key: bytes, flight: Flight[Landed]) -> bool:
+        if any(wanted.body.get(name) for name in WHOLE_ONLY):
+            return False
+        streamed_at = self._streamed.get(tags_of(key))
+        return bool(flight.owners) or (streamed_at is not None and time.monotonic() - streamed_at < STREAMING_S)
 
     async def _stream(
         self, wanted: Wanted, call: Call, flight: Flight[Landed], is_put_together: bool

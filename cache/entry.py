@@ -55,6 +55,11 @@ def tag(name: str) -> bytes:
     return blake2b(name.encode("utf-8", "surrogatepass"), digest_size=TAG_BYTES).digest()
 
 
+def tags_of(key: bytes) -> bytes:
+    """The part that all keys of the same tenant and model have."""
+    return key[: 2 * TAG_BYTES]
+
+
 @dataclass(frozen=True, slots=True)
 class Selection:
     """Keys that a clearing takes: all that have what is given here; without anything, every key."""

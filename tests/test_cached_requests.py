@@ -12,8 +12,9 @@ import orjson
 import pytest
 
 from app.engines.scripted import Script, ScriptedEngine
+from cache.assembly import Assembly
 from cache.entry import Selection
-from routing.engine import Call, Event, Usage
+from routing.engine import Answer, Call, Event, Usage
 
 from .conftest import CHAT, Client, events_of, serving, text_of, until
 from .tokens import JWT_SETTINGS, bearer, token
@@ -97,7 +98,7 @@ async def test_several_choices_are_replayed(client: Client) -> None:
 
 
 class FramesEngine(ScriptedEngine):
-    """Streams these chunks."""
+    """Streams these chunks, or gives them as one answer."""
 
     def __init__(self, *chunks: dict[str, Any]) -> None:
         super().__init__(Script(""))
@@ -110,6 +111,12 @@ class FramesEngine(ScriptedEngine):
             yield Event(orjson.dumps({**head, "choices": [{"index": 0, "finish_reason": None, **choice}]}))
         usage = {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}
         yield Event(orjson.dumps({**head, "choices": [], "usage": usage}), usage=Usage(3, 2))
+
+    async def answer(self, call: Call) -> Answer:
+        assembly = Assembly(is_chat=True)
+        async for event in self.stream(call):
+            assembly.add(event.data)
+        return Answer(orjson.dumps(assembly.document()), Usage(3, 2))
 
 
 TOOL_CHUNKS = (

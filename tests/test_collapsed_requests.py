@@ -91,6 +91,30 @@ async def test_followers_get_the_tokens_as_they_come_from_the_first() -> None:
         assert len(ids) == 2  # each has its own
 
 
+@pytest.mark.parametrize("is_streaming_usual", [True, False])
+async def test_stream_that_joins_a_whole_answer(is_streaming_usual: bool) -> None:
+    gate = Gate()
+    gate.release(5 if is_streaming_usual else 0)
+    async with serving(Script(TEXT, gate=gate)) as client:
+        if is_streaming_usual:
+            await client.post({**ASK, "messages": [{"role": "user", "content": "Another."}], "stream": True})
+        calls = client.engine.calls
+        leader = await client.open(ASK)
+        await until(lambda: client.engine.load.running == 1)
+        follower = await client.open({**ASK, "stream": True})
+        await until_at_the_gate(client, 2)
+        gate.release(2)
+        if is_streaming_usual:
+            await follower.reader.readuntil(b'" two"')
+        gate.open()
+        if is_streaming_usual:
+            assert b'" five."' in await follower.reader.readuntil(b"data: [DONE]\n\n")
+        else:  # all of it in the end, from the one engine call
+            assert await finish(follower) == (200, "headrace; fwd=miss; collapsed", TEXT)
+        assert await finish(leader) == (200, "headrace; fwd=miss; stored", TEXT)
+        assert client.engine.calls == calls + 1
+
+
 async def test_leader_who_leaves_changes_nothing_for_the_followers() -> None:
     gate = Gate()
     async with serving(Script(TEXT, gate=gate)) as client:
