@@ -6,6 +6,7 @@ for a stream, which is put together when it is over. A stream that joins a whole
 """
 
 import random
+import re
 import time
 from collections import Counter
 from collections.abc import Mapping
@@ -36,6 +37,7 @@ STREAMING_S = 600.0  # how long after a stream another one is likely
 # What vLLM and OpenAI give with whole answers only.
 WHOLE_ONLY = ("prompt_logprobs", "use_beam_search", "best_of", "return_token_ids", "return_tokens_as_token_ids")
 ID = b'"id":"%b"'
+WRITTEN_ID = re.compile(rb'\{"id":"([A-Za-z0-9]*-)[A-Za-z0-9_-]*"(?=,)')
 
 
 @dataclass(slots=True)
@@ -107,9 +109,15 @@ class Answers:
             wanted.key = self._keys.key(wanted.question)
         return wanted.key
 
-    def at_hand(self, key: bytes) -> Hit | None:
-        """What `find` would find in memory; `note_hit` when it is used."""
-        return None if self._cache is None else self._cache.recall(key, is_final=False)
+    def at_hand(self, key: bytes, wanted: Wanted | None = None) -> Hit | None:
+        """What there is in memory; `note_hit` when it is used. For `wanted` this was the look-up, if there is no other
+        tier."""
+        if self._cache is None:
+            return None
+        is_final = wanted is not None and not self._cache.has_lower
+        if wanted is not None:
+            wanted.is_looked_up = is_final
+        return self._cache.recall(key, is_final=is_final)
 
     async def look_up(self, wanted: Wanted) -> Hit | None:
         """A stored answer that will do; `note_hit` when it is used. A second look is one in memory alone."""
@@ -241,7 +249,8 @@ class Answers:
         self._charge(flight, usage)
         if document is None:
             return Landed(usage)
-        entry = self._entry(wanted, document, usage, flight.began_at)
+        parts = split_id(document) if as_stream else cut_id(answer.body) or split_id(document)
+        entry = self._entry(wanted, parts, usage, flight.began_at)
         if not flight.log and (flight.owners or flight.source is not None):
             for payload in replay(document, is_chat(wanted.operation)):
                 flight.append(payload, tells_usage=is_usage_chunk(payload))
@@ -282,10 +291,9 @@ class Answers:
             total = usage.prompt_tokens + usage.completion_tokens
             flight.cost = lambda: total
 
-    def _entry(self, wanted: Wanted, document: dict[str, Any], usage: Usage | None, made_at: float) -> Entry:
-        prefix, rest = split_id(document)
+    def _entry(self, wanted: Wanted, parts: tuple[bytes, bytes], usage: Usage | None, made_at: float) -> Entry:
         prompt, completion = (usage.prompt_tokens, usage.completion_tokens) if usage else (0, 0)
-        return Entry(prefix, rest, prompt, completion, made_at, made_at + self._ttl(wanted))
+        return Entry(*parts, prompt, completion, made_at, made_at + self._ttl(wanted))
 
 
 def is_chat(operation: str) -> bool:
@@ -297,6 +305,12 @@ def split_id(document: dict[str, Any]) -> tuple[bytes, bytes]:
     kind, dash, _ = str(document.get("id", "")).partition("-")
     rest = {name: value for name, value in document.items() if name != "id"}
     return (kind + dash).encode(), b"," + orjson.dumps(rest)[1:]
+
+
+def cut_id(body: bytes) -> tuple[bytes, bytes] | None:
+    """The same of a document that begins with its id, as engines write it, without writing it anew."""
+    found = WRITTEN_ID.match(body)
+    return None if found is None else (found[1], body[found.end() :])
 
 
 def whole_body(entry: Entry) -> bytes:

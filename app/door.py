@@ -135,7 +135,7 @@ class Door:
         with self._lifecycle.running() as running:
             wanted = exchange.wanted
             # Of a request that came in one piece. Limits come first for all others, whose bodies may be large.
-            hit = None if wanted is None else await self._pipeline.look_up(wanted)
+            hit = None if wanted is None or wanted.is_looked_up else await self._pipeline.look_up(wanted)
             caller = await self._pipeline.admit(operation, exchange, hit)
             try:
                 control = cache_headers.read_cache_control(headers.get(b"cache-control"))

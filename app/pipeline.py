@@ -88,7 +88,7 @@ class Pipeline:
             if wanted.stream or wanted.obstacle is not None:
                 return None
             known = Known(self._answers.key(wanted), wanted.model.name)
-            hit = self._answers.at_hand(known.key)
+            hit = self._answers.at_hand(known.key, wanted)
             if hit is None:
                 return None
             if len(self._known) >= MAX_KNOWN:

@@ -11,6 +11,9 @@ from .adaptive import AdaptiveCache
 from .entry import Entry, Selection
 from .tier import TierStats
 
+# What an entry's objects take without the bytes of its answer.
+_EMPTY = Entry(b"", b"", 1, 1, 1.0, 2.0)
+OBJECTS_BYTES = sum(map(sys.getsizeof, (_EMPTY, *_EMPTY)))
 Eviction = Literal["lru", "lfu", "adaptive"]
 
 # Bytes that an entry costs besides its objects: places in the containers, with the room that these grow by, and what
@@ -92,8 +95,7 @@ class MemoryTier:
         self._stats.evictions += 1
 
     def _size_of(self, entry: Entry) -> int:
-        objects = (entry, *entry)
-        return sum(map(sys.getsizeof, objects)) + self._overhead_bytes
+        return len(entry.id_prefix) + len(entry.rest) + OBJECTS_BYTES + self._overhead_bytes
 
 
 def container(eviction: Eviction) -> MutableMapping[bytes, Entry]:
