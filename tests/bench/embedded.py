@@ -38,17 +38,17 @@ def free_port() -> int:
 
 
 @contextlib.contextmanager
-def server(name: str, folder: Path) -> Iterator[str]:
-    """The URL of a server that is ready."""
+def server(name: str, folder: Path, settings: str = "", kind: str = "headrace") -> Iterator[str]:
+    """The URL of a server that is ready; `settings` are more of a gateway's."""
     port, path = free_port(), str(fetch(default_cache_dir()))
-    if name == "headrace":
+    if kind == "headrace":
         lines = [
             f"{key} = {json.dumps(value)}" for key, value in ({"model": path, "enforce_eager": True} | OPTIONS).items()
         ]
-        config = folder / "headrace.toml"
+        config = folder / f"{name}.toml"
         config.write_text(
             f'[server]\nport = {port}\n[auth]\nmode = "off"\n[[models]]\nname = "{MODEL}"\npool = "p"\n'
-            '[[pools]]\nname = "p"\nengine = "vllm"\n[pools.vllm]\n' + "\n".join(lines)
+            f'{settings}\n[[pools]]\nname = "p"\nengine = "vllm"\n[pools.vllm]\n' + "\n".join(lines)
         )
         command = [sys.executable, "-m", "app", "serve", "--config", str(config)]
         ready = f"http://127.0.0.1:{port}/health/ready"
@@ -109,7 +109,7 @@ def main() -> None:
     arguments = parser.parse_args()
     rounds: dict[str, list[tuple[float, float]]] = {"vllm": [], "headrace": []}
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
-        urls = {name: stack.enter_context(server(name, Path(folder))) for name in rounds}
+        urls = {name: stack.enter_context(server(name, Path(folder), kind=name)) for name in rounds}
         for url in urls.values():
             asyncio.run(load(url, arguments.chats, 8, offset=10**6))  # warm
         for number in range(arguments.rounds):
