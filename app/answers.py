@@ -319,6 +319,7 @@ def whole_body(entry: Entry) -> bytes:
 
 
 def new_id() -> bytes:
+    """Unlike all others, and not hard to guess: a read from the system's source of randomness takes its time."""
     return b"%032x" % random.getrandbits(128)
 
 

@@ -1,6 +1,5 @@
 """What uvicorn leaves out at the level of connections: a bound on their number, time limits for headers, bodies, and
-unread answers, a size limit for headers; and a shorter way for
-requests whose answers are at hand.
+unread answers, a size limit for headers; and a shorter way for requests whose answers are at hand.
 
 A connection is idle while no whole request of its waits for an answer: new ones, those between requests, and those
 whose headers or body trickle in. When a connection comes that is one too many, the longest idle one makes room, so that
@@ -25,7 +24,10 @@ _FULL = Failure(503, "server_error", "overloaded", "The gateway has too many con
 _REASONS = {400: b"Bad Request", 408: b"Request Timeout", 431: b"Request Header Fields Too Large", 503: b"Unavailable"}
 
 LINGER_S = 1.0
-
+# How long a request may wait for its body before it goes the way of all others, and how much of it. Many clients, the
+# OpenAI package's among them, send headers and body one right after the other.
+HOLD_S = 0.02
+HELD_BYTES = 65536
 
 Headers = list[tuple[bytes, bytes]]
 # From path, headers, and body of a POST request: the answer's headers and body, or what the request's task is given as
@@ -108,7 +110,16 @@ class Connection(HttpToolsProtocol):
     """uvicorn's protocol with limits. `connections` is the registry that all of a server's connections share."""
 
     # Python keeps objects of up to 30 attributes in a quicker form, and uvicorn has 28 already.
-    __slots__ = ("_header_bytes", "_header_timer", "_held", "_in_headers", "_is_refused", "_registry", "_send_timer")
+    __slots__ = (
+        "_header_bytes",
+        "_header_timer",
+        "_held",
+        "_hold_timer",
+        "_in_headers",
+        "_is_refused",
+        "_registry",
+        "_send_timer",
+    )
 
     def __init__(self, *args: Any, connections: Connections, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -117,6 +128,7 @@ class Connection(HttpToolsProtocol):
         self._in_headers = True
         self._header_bytes = 0
         self._held: bytes | None = None  # the body so far of a request that is perhaps answered at once
+        self._hold_timer: asyncio.TimerHandle | None = None
         self._header_timer: asyncio.TimerHandle | None = None
         self._send_timer: asyncio.TimerHandle | None = None
 
@@ -131,6 +143,7 @@ class Connection(HttpToolsProtocol):
         super().connection_lost(exc)
         self._registry.forget(self)
         self._stop_header_timer()
+        self._let_go()
         if self._send_timer is not None:
             self._send_timer.cancel()
 
@@ -140,12 +153,12 @@ class Connection(HttpToolsProtocol):
         if self._in_headers:
             self._header_bytes += len(data)
         super().data_received(data)
-        if self._held is not None:
+        if self._held is None:
+            self._bound_body()
+        elif len(self._held) > HELD_BYTES or self._is_refused:
             self._release()
-        if self.cycle is not None and self.cycle.more_body and "receive" not in vars(self.cycle):
-            # The request's task starts in the loop's next step.
-            wait = partial(receive, self.cycle, self._registry.body_timeout_s)
-            self.cycle.receive = wait  # type: ignore[method-assign,assignment]
+        elif self._hold_timer is None:
+            self._hold_timer = self.loop.call_later(HOLD_S, self._release)
         if not self._in_headers or self._is_refused or self.transport.is_closing():
             return
         # The headers are not whole yet.
@@ -182,9 +195,10 @@ class Connection(HttpToolsProtocol):
             self._held = self._held + body if self._held else body
 
     def on_message_complete(self) -> None:
-        if self._held is not None and self._answer_at_once(self._held):
-            return
-        self._release()
+        if self._held is not None:
+            if self._answer_at_once(self._held):
+                return
+            self._release()
         self._registry.note_busy(self)
         super().on_message_complete()
 
@@ -207,7 +221,7 @@ class Connection(HttpToolsProtocol):
             if answer is not None:
                 self.scope["state"]["exchange"] = answer
             return False
-        self._held = None
+        self._let_go()
         self._write(*answer)
         self._registry.note_busy(self)
         self.on_response_complete()
@@ -227,15 +241,29 @@ class Connection(HttpToolsProtocol):
         cycle.on_response()
         return True
 
+    def _let_go(self) -> bytes:
+        held, self._held = self._held or b"", None
+        if self._hold_timer is not None:
+            self._hold_timer.cancel()
+            self._hold_timer = None
+        return held
+
     def _release(self) -> None:
         """Go the way of all requests, with what was held back."""
-        if self._held is None:
+        body = self._let_go()
+        if self._is_refused or self.transport.is_closing():
             return
-        body, self._held = self._held, None
         super().on_headers_complete()
         self.scope["state"]["answer"] = Answer(self.cycle.send, partial(self._answer, self.cycle))
         if body:
             super().on_body(body)
+        self._bound_body()
+
+    def _bound_body(self) -> None:
+        """Limit the wait for what is still to come of a body; the request's task starts in the loop's next step."""
+        if self.cycle is not None and self.cycle.more_body and "receive" not in vars(self.cycle):
+            wait = partial(receive, self.cycle, self._registry.body_timeout_s)
+            self.cycle.receive = wait  # type: ignore[method-assign,assignment]
 
     def on_response_complete(self) -> None:
         super().on_response_complete()

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from heapq import heappop, heappush
 
-STEP_S = 0.001
+STEP_S = 0.001  # at least
 STEPS = 8
 LAG = 0.15  # uvloop's timers have milliseconds and come late, so all times are shorter by this
 
@@ -22,23 +22,32 @@ class Deadlines:
         # Mutable state: when, the order of asking, the first step that will do, and what is to be called.
         self._waiting: list[tuple[float, int, int, Callable[[], None]]] = []
         self._asked = 0
-        self._step = 0
+        self.steps = 0
         self._timer: asyncio.Handle | None = None
 
     def after(self, timeout_s: float, late: Callable[[], None]) -> None:
         """Call `late` when so much time has passed. It is called whatever happens meanwhile."""
         self._asked += 1
         due = time.monotonic() + timeout_s * (1 - LAG)
-        heappush(self._waiting, (due, self._asked, self._step + STEPS, late))
-        if self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(STEP_S, self._one_pass_more)
+        heappush(self._waiting, (due, self._asked, self.steps + STEPS, late))
+        if self._waiting[0][1] == self._asked:
+            self._start_timer()
+
+    def _start_timer(self) -> None:
+        """Until the next step: shorter and shorter ones, as the first deadline comes near."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = None
+        if self._waiting:
+            step_s = max(STEP_S, (self._waiting[0][0] - time.monotonic()) / STEPS)
+            self._timer = asyncio.get_running_loop().call_later(step_s, self._one_pass_more)
 
     def _one_pass_more(self) -> None:
         self._timer = asyncio.get_running_loop().call_soon(self._next_step)
 
     def _next_step(self) -> None:
-        self._step += 1
+        self.steps += 1
         now = time.monotonic()
-        while self._waiting and self._waiting[0][0] <= now and self._waiting[0][2] <= self._step:
+        while self._waiting and self._waiting[0][0] <= now and self._waiting[0][2] <= self.steps:
             heappop(self._waiting)[3]()
-        self._timer = asyncio.get_running_loop().call_later(STEP_S, self._one_pass_more) if self._waiting else None
+        self._start_timer()

@@ -6,7 +6,7 @@ docs/architecture.md for what that is worth.
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -20,6 +20,7 @@ from . import cache_headers
 from .answers import Place, Wanted, whole_body
 from .bodies import parse
 from .cache_headers import SILENT
+from .connections import Headers
 from .errors import (
     ClientGone,
     Failure,
@@ -45,7 +46,7 @@ JSON = b"application/json"
 # Headers of requests that are not answered at once, since more comes of them.
 UNUSUAL = frozenset({b"cache-control", b"content-encoding", b"last-event-id", b"origin", b"transfer-encoding"})
 
-AtOnce = tuple[list[tuple[bytes, bytes]], bytes] | Exchange | None
+AtOnce = tuple[Headers, bytes] | Exchange | None
 
 T = TypeVar("T")
 
@@ -95,7 +96,7 @@ class Door:
                 access.outcome = "disconnected"
             self._end(access)
 
-    def answer_at_once(self, path: str, headers: Sequence[tuple[bytes, bytes]], body: bytes) -> "AtOnce":
+    def answer_at_once(self, path: str, headers: Headers, body: bytes) -> AtOnce:
         """The same walk for a whole POST request that is answered from memory, in steps none of which waits, so that
         the connection can do without a task for it. An exchange: it has to wait for something, and this is what is
         known so far. None: nothing is."""
@@ -133,9 +134,10 @@ class Door:
         if access.method != "POST":
             raise MethodNotAllowed(access.method, "POST")
         with self._lifecycle.running() as running:
-            wanted = exchange.wanted
-            # Of a request that came in one piece. Limits come first for all others, whose bodies may be large.
-            hit = None if wanted is None or wanted.is_looked_up else await self._pipeline.look_up(wanted)
+            wanted, hit = exchange.wanted, exchange.hit
+            # Of a request that came together. Limits come first for all others, whose bodies may be large.
+            if hit is None and wanted is not None and not wanted.is_looked_up:
+                hit = await self._pipeline.look_up(wanted)
             caller = await self._pipeline.admit(operation, exchange, hit)
             try:
                 control = cache_headers.read_cache_control(headers.get(b"cache-control"))

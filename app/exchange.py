@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import gzip
 import math
-import random
 import re
 import time
 from collections.abc import Callable, Sequence
@@ -17,7 +16,7 @@ from auth.principal import Principal
 from cache.store import Hit
 
 from . import cache_headers
-from .answers import Place, Wanted
+from .answers import Place, Wanted, new_id
 from .cache_headers import CacheControl
 from .connections import Answer, Headers
 from .logs import Access
@@ -42,19 +41,29 @@ LINGER_S = 2.0
 class Exchange:
     """One request and its answer: what has been sent, and what will stand in the log."""
 
-    __slots__ = ("_answer", "_send", "access", "admission", "age_s", "cache_status", "headers", "principal", "wanted")
+    __slots__ = (
+        "_answer",
+        "_send",
+        "access",
+        "admission",
+        "age_s",
+        "cache_status",
+        "headers",
+        "hit",
+        "principal",
+        "wanted",
+    )
 
     def __init__(self, method: str, path: str, headers: dict[bytes, bytes]) -> None:
         given = headers.get(b"x-request-id", b"")
-        # An id has to be unlike others, not hard to guess, and a read from the system's source takes its time.
-        is_usable = given and REQUEST_ID.fullmatch(given)
-        request_id = given.decode() if is_usable else f"{random.getrandbits(128):032x}"
+        request_id = (given if REQUEST_ID.fullmatch(given) else new_id()).decode()
         self.headers = headers
         self.access = Access(request_id, method, path[:200])
         # What is known so far.
         self.principal: Principal | None = None
         self.admission: Admission | None = None
         self.wanted: Wanted | None = None
+        self.hit: Hit | None = None
         self.cache_status: bytes = b""
         self.age_s: int | None = None
         self._send: Send | None = None
@@ -100,17 +109,24 @@ class Exchange:
         await self._send(message)
 
     def whole(self, body: bytes, headers: Sequence[tuple[bytes, bytes]] = ()) -> tuple[Headers, bytes]:
-        """All headers of a whole JSON answer, and its body as it is sent; compressing may take its time."""
+        """All headers of a whole JSON answer, and its body as it is sent."""
         all_headers = self.own_headers()
         all_headers += headers
         all_headers.append(JSON)
         if len(body) > MIN_GZIP_BYTES:
             all_headers.append((b"vary", b"accept-encoding"))
-            if accepts_gzip(self.headers.get(b"accept-encoding", b"")):
+            if self._accepts_gzip():
                 all_headers.append((b"content-encoding", b"gzip"))
                 body = gzip.compress(body, GZIP_LEVEL)
         all_headers.append((b"content-length", b"%d" % len(body)))
         return all_headers, body
+
+    def takes_a_thread(self, body: bytes) -> bool:
+        """Whether `whole` compresses so much that the event loop should not wait for it."""
+        return len(body) > GZIP_IN_THREAD_BYTES and self._accepts_gzip()
+
+    def _accepts_gzip(self) -> bool:
+        return accepts_gzip(self.headers.get(b"accept-encoding", b""))
 
     async def reply(
         self,
@@ -121,7 +137,7 @@ class Exchange:
     ) -> None:
         """Send a whole JSON answer. With `linger`, read on for a moment before the end: a connection closed with unread
         bytes is reset, and the reset can overtake the answer (RFC 9112, section 9.6)."""
-        if len(body) > GZIP_IN_THREAD_BYTES:
+        if self.takes_a_thread(body):
             all_headers, body = await asyncio.to_thread(self.whole, body, headers)
         else:
             all_headers, body = self.whole(body, headers)
@@ -152,14 +168,12 @@ async def read_on(receive: Receive) -> None:
 
 def limit_headers(standings: Sequence[Standing]) -> Headers:
     """In OpenAI's form: what a minute allows, what is left of it, and when it ends."""
-    now = time.monotonic()
     headers = []
     for standing in standings:
-        window = standing.window
-        limit, remaining, reset = LIMIT_HEADERS[window.kind]
-        headers.append((limit, b"%d" % window.limit))
-        headers.append((remaining, b"%d" % max(0, window.limit - standing.used)))
-        headers.append((reset, b"%ds" % math.ceil(max(0.0, standing.resets_at - now))))
+        limit, remaining, reset = LIMIT_HEADERS[standing.window.kind]
+        headers.append((limit, b"%d" % standing.window.limit))
+        headers.append((remaining, b"%d" % standing.remaining))
+        headers.append((reset, b"%ds" % math.ceil(standing.reset_s)))
     return headers
 
 

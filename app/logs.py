@@ -105,22 +105,25 @@ class AccessLog:
 
     def flush(self) -> None:
         ended, self._ended = self._ended, []
-        lines = [self._line(ended_at, access) for ended_at, access in ended if access_logger.isEnabledFor(access.level)]
+        lines = [line for ended_at, access in ended if (line := self._line(ended_at, access)) is not None]
         if lines:
             # What logging does when nobody reads what it writes: nothing.
             with contextlib.suppress(OSError, ValueError):
                 sys.stderr.write("\n".join([*lines, ""]))
                 sys.stderr.flush()
 
-    def _line(self, ended_at: float, access: Access) -> str:
+    def _line(self, ended_at: float, access: Access) -> str | None:
+        level = access.level
+        if not access_logger.isEnabledFor(level):
+            return None
         if not self._is_json:
             fields: dict[str, Any] = {}
             access.add_to(fields)
             return f"{_clock(int(ended_at))} request {' '.join(f'{name}={value}' for name, value in fields.items())}"
         line = {
             "time": _iso(ended_at),
-            "level": "debug" if access.level == logging.DEBUG else "info",
-            "logger": "headrace.access",
+            "level": "debug" if level == logging.DEBUG else "info",
+            "logger": access_logger.name,
             "message": "request",
         }
         access.add_to(line)

@@ -72,7 +72,7 @@ class Pipeline:
 
     def find_at_once(self, operation: Operation, exchange: Exchange, body: bytes) -> Hit | None:
         """The walk as far as a stored answer, which the caller is charged for; None: something would have to be waited
-        for. Then nothing is charged, and the exchange has what is known. Raises: as `prepare`."""
+        for, or be refused. Then nothing is charged, and the exchange has what is known. Raises: as `prepare`."""
         access = exchange.access
         principal = exchange.principal = self._authenticator.recall(exchange.headers.get(b"authorization"))
         if principal is None or operation.scope not in principal.scopes:
@@ -94,8 +94,11 @@ class Pipeline:
             if len(self._known) >= MAX_KNOWN:
                 self._known.clear()
             self._known[asked] = known
-        admission = exchange.admission = self._limiter.admit_at_once(principal)
-        if admission is None:
+        exchange.hit = hit
+        if exchange.takes_a_thread(hit.entry.rest):
+            return None
+        exchange.admission = self._limiter.admit_at_once(principal)
+        if exchange.admission is None:
             return None
         access.tenant, access.subject, access.model = principal.tenant, principal.subject, known.model
         access.usage = Usage(hit.entry.prompt_tokens, hit.entry.completion_tokens)

@@ -45,7 +45,7 @@ class Authenticator:
         try:
             token = bearer_token(header)
             digest = hashlib.sha256(token).digest()
-            principal = self._recall(digest) or self._api_keys.find(digest) or await self._verify(token, digest)
+            principal = self._known(digest) or await self._verify(token, digest)
         except AuthError as exc:
             self.results[_WORDS.get(type(exc), "unavailable")] += 1
             raise
@@ -58,7 +58,7 @@ class Authenticator:
             digest = hashlib.sha256(bearer_token(header)).digest()
         except AuthError:
             return None
-        principal = self._recall(digest) or self._api_keys.find(digest)
+        principal = self._known(digest)
         if principal is not None:
             self.results["ok"] += 1
         return principal
@@ -72,7 +72,10 @@ class Authenticator:
             self._remembered.popitem(last=False)
         return principal
 
-    def _recall(self, digest: bytes) -> Principal | None:
+    def _known(self, digest: bytes) -> Principal | None:
+        return self._remembered_principal(digest) or self._api_keys.find(digest)
+
+    def _remembered_principal(self, digest: bytes) -> Principal | None:
         known = self._remembered.get(digest)
         if known is None or self._verifier is None:
             return None

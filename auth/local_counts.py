@@ -32,6 +32,7 @@ class LocalCounts:
         for slots in plan.slots:
             if self._running[slots.key] >= slots.limit:
                 full = slots
+                break
         if full is not None or not has_room:
             return Verdict(False, standings, full)
         for standing in standings:

@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 
 from redis.asyncio import Redis
 
+from app.deadlines import Deadlines
 from app.redis_link import MAX_BATCH, RedisLink
 from app.settings import RedisSettings
 
@@ -64,6 +65,19 @@ async def test_delay_of_the_event_loop_is_not_taken_for_one_of_redis(redis: Redi
             time.sleep(0.05)  # noqa: ASYNC251 - somebody keeps the loop busy for longer than the budget
             assert await asked == number
         assert (link.status().failures, link.is_up) == (0, True)
+
+
+async def test_far_deadline_keeps_no_loop_awake_and_a_near_one_beside_it_is_kept() -> None:
+    deadlines = Deadlines()
+    called: list[str] = []
+    deadlines.after(60, lambda: called.append("far"))
+    started = time.monotonic()
+    deadlines.after(0.05, lambda: called.append("near"))
+    await until(lambda: called == ["near"], timeout_s=1)
+    assert time.monotonic() - started > 0.04
+    steps = deadlines.steps
+    await asyncio.sleep(0.2)
+    assert deadlines.steps - steps <= 1
 
 
 async def test_frozen_redis_costs_the_budget_until_the_breaker_opens_and_nothing_after(redis: RedisServer) -> None:

@@ -156,21 +156,24 @@ def raw_app(folder: Path) -> Iterator[Server]:
         yield server
 
 
-BASE = f"""
+BASE_WITHOUT_LIMITS = f"""
 [auth.jwt]
 secret = "{SECRET}"
 issuer = "{ISSUER}"
 audience = "{AUDIENCE}"
-[limits.tenant]
-requests_per_minute = 1_000_000_000
-tokens_per_minute = 1_000_000_000
-concurrent = 100_000
 [[pools]]
 name = "demo"
 engine = "scripted"
 [pools.scripted]
 text = "{"water " * 70}"
 """
+LIMITS = """
+[limits.tenant]
+requests_per_minute = 1_000_000_000
+tokens_per_minute = 1_000_000_000
+concurrent = 100_000
+"""
+BASE = LIMITS + BASE_WITHOUT_LIMITS
 
 
 @contextlib.contextmanager
