@@ -10,7 +10,7 @@ test: .venv/.test lint
 	.venv/bin/python -m pytest
 
 test-fast: .venv/.test lint
-	.venv/bin/python -m pytest -m "not e2e"
+	.venv/bin/python -m pytest -m "not e2e and not slow"
 
 lint: .venv/.test
 	.venv/bin/ruff check .

@@ -134,7 +134,7 @@ async def serving(
             finally:
                 await client.close()
     finally:
-        gateway.server.should_exit = True
+        gateway.server.leave()
         with contextlib.suppress(asyncio.CancelledError):
             await task
 

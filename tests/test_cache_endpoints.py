@@ -362,6 +362,7 @@ async def headrace(*arguments: str) -> "subprocess.CompletedProcess[str]":
     return await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, timeout=60)
 
 
+@pytest.mark.slow
 async def test_command_warms_a_running_gateway(tmp_path: Path) -> None:
     file = tmp_path / "requests.jsonl"
     file.write_text("\n".join(json.dumps(ask_about(number)) for number in range(250)))

@@ -181,6 +181,7 @@ async def test_failed_uses_are_counted_and_shown() -> None:
 LIMITS = {"subject": {"requests_per_minute": 1000, "concurrent": 10}, "tenant": {"tokens_per_minute": 10**6}}
 
 
+@pytest.mark.slow
 async def test_cluster_holds_answers_limits_and_flights() -> None:
     with redis_cluster() as url:
         settings = {"limits": LIMITS, "singleflight": {"scope": "cluster"}}
@@ -199,6 +200,7 @@ async def test_cluster_holds_answers_limits_and_flights() -> None:
             assert not await is_cached(two, 3)
 
 
+@pytest.mark.slow
 async def test_sentinels_lead_to_the_new_master() -> None:
     with redis_sentinels() as sentinels:
         async with cached(sentinels.url) as client:

@@ -213,6 +213,7 @@ async def test_many_aborts_leave_no_slot(one_slot: tuple[Client, Gate]) -> None:
 # Redis
 
 
+@pytest.mark.slow
 async def test_two_gateways_enforce_one_limit_and_each_its_own_while_redis_is_gone(redis: RedisServer) -> None:
     async with AsyncExitStack() as stack:
         quotas = limits(redis.url, tenant={"requests_per_minute": 6}, time_budget_ms=100)
@@ -283,6 +284,7 @@ async def test_redis_that_is_down_at_the_start_is_found_later() -> None:
             server.stop()
 
 
+@pytest.mark.slow
 async def test_slow_redis_is_left_alone_until_it_is_quick_again(redis: RedisServer) -> None:
     async with slow_proxy(redis.port) as (proxy, url):
         quotas = limits(url, tenant={"requests_per_minute": 1000}, time_budget_ms=50)

@@ -238,6 +238,7 @@ async def test_counts_are_the_fixed_windows_of_limits(redis: RedisServer) -> Non
         await storage.bridge.storage.aclose()
 
 
+@pytest.mark.slow
 async def test_slots_of_a_killed_replica_come_back_and_those_of_a_living_one_stay(redis: RedisServer) -> None:
     policy = Policy(tenant=Quota(concurrent=2))
     person = Principal("ann", "leases")

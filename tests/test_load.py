@@ -7,11 +7,13 @@ import sys
 from pathlib import Path
 
 import psutil
+import pytest
 
 from .conftest import CHAT
 
 STREAMS = 1000
 IDLE = 10_000
+TOKENS = 12
 GET = b"GET /health/live HTTP/1.1\r\nhost: x\r\n\r\n"
 CONFIG = """
 preset = "production"
@@ -28,7 +30,7 @@ resume_s = 1
 [[pools]]
 name = "demo"
 engine = "scripted"
-scripted = { text = "%s", token_s = 0.2 }
+scripted = { text = "%s", token_s = 0.25 }
 """
 
 
@@ -61,13 +63,14 @@ async def round_of_streams(address: tuple[str, int]) -> int:
             await started.acquire()
         health = await get_health(address)
     assert health["active_requests"] == STREAMS
-    assert {stream.result() for stream in streams} == {30}
+    assert {stream.result() for stream in streams} == {TOKENS}
     return health["memory_usage_bytes"]
 
 
+@pytest.mark.slow
 async def test_1000_streams_beside_10000_idle_connections_with_memory_flat(tmp_path: Path) -> None:
     config = tmp_path / "headrace.toml"
-    config.write_text(CONFIG % " ".join(["word"] * 30))
+    config.write_text(CONFIG % " ".join(["word"] * TOKENS))
     command = [sys.executable, "-m", "app", "serve", "--config", str(config)]
     gateway = await asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.PIPE)
     try:
