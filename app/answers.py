@@ -129,7 +129,17 @@ class Answers:
         wanted.is_looked_up = True
         return await self._look_up(self.key(wanted), wanted.control.max_age_s)
 
+    async def look_for(self, key: bytes) -> Hit | None:
+        """The same for a key that is known."""
+        return await self._look_up(key, None)
+
+    @property
+    def has_lower(self) -> bool:
+        """Whether looking up is more than a look into memory."""
+        return self._cache is not None and self._cache.has_lower
+
     def note_hit(self, access: Access, hit: Hit) -> None:
+        access.usage = Usage(hit.entry.prompt_tokens, hit.entry.completion_tokens)
         self._note(access, "hit", hit.tier)
 
     async def find(self, wanted: Wanted) -> Hit | Place:
@@ -206,7 +216,7 @@ class Answers:
             hit = await self._look_up(key, None) if is_cached else None
             if hit is None or replay_ref(hit.entry) != wanted.last_event_id.partition(b".")[0]:
                 raise StreamGone
-            self._note(wanted.access, "hit", hit.tier)
+            self.note_hit(wanted.access, hit)
             return hit
         work = partial(self._work, wanted, key, is_cached) if is_cached else None
         seat = await self._flights.resume(key, wanted.last_event_id, owner_of(wanted.question), work)

@@ -18,7 +18,6 @@ from cache.store import Hit
 
 from . import cache_headers
 from .answers import Place, Wanted, whole_body
-from .bodies import parse
 from .cache_headers import SILENT
 from .connections import Headers
 from .errors import (
@@ -134,24 +133,24 @@ class Door:
         if access.method != "POST":
             raise MethodNotAllowed(access.method, "POST")
         with self._lifecycle.running() as running:
-            wanted, hit = exchange.wanted, exchange.hit
-            # Of a request that came together. Limits come first for all others, whose bodies may be large.
-            if hit is None and wanted is not None and not wanted.is_looked_up:
-                hit = await self._pipeline.look_up(wanted)
+            # A request that came together is looked up first. Limits come first for all others, whose bodies may be
+            # large.
+            hit = await self._pipeline.look_up(exchange)
             caller = await self._pipeline.admit(operation, exchange, hit)
             try:
+                if hit is not None:
+                    self._pipeline.use(exchange, hit)
+                    exchange.note_source(hit, None, SILENT)
+                    await self._recall(caller, hit, exchange)
+                    return
                 control = cache_headers.read_cache_control(headers.get(b"cache-control"))
                 self._check_head(headers)
                 body = await self._read_body(receive)
-                if wanted is None:
-                    last_event_id = headers.get(b"last-event-id")
-                    wanted = self._pipeline.prepare(
-                        operation, parse(body), caller.principal, control, last_event_id, access
-                    )
-                source = await self._pipeline.find(wanted) if hit is None else self._pipeline.use(wanted, hit)
+                wanted = self._pipeline.understand(operation, exchange, body, caller.principal, control)
+                source = await self._pipeline.find(wanted)
                 exchange.note_source(source, wanted.obstacle, control)
                 if isinstance(source, Hit):
-                    await self._recall(wanted, caller, source, exchange)
+                    await self._recall(caller, source, exchange)
                 elif wanted.stream:
                     await self._stream(wanted, caller, source, exchange, scope, receive, running.end)
                 else:
@@ -159,9 +158,11 @@ class Door:
             finally:
                 await caller.admission.settle()
 
-    async def _recall(self, wanted: Wanted, caller: Caller, hit: Hit, exchange: Exchange) -> None:
-        if not wanted.stream:
-            await exchange.reply(200, await self._pipeline.recall(wanted, caller, hit))
+    async def _recall(self, caller: Caller, hit: Hit, exchange: Exchange) -> None:
+        wanted = exchange.wanted
+        if wanted is None or not wanted.stream:
+            await caller.admission.settle()
+            await exchange.reply(200, whole_body(hit.entry))
             return
         frames = [encode(event) async for events in self._pipeline.stream(wanted, caller, hit) for event in events]
         await exchange.reply_stream([*frames, DONE])

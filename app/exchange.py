@@ -7,6 +7,7 @@ import math
 import re
 import time
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from starlette.types import Message, Receive, Send
 
@@ -38,6 +39,17 @@ GZIP_IN_THREAD_BYTES = 65536  # above it, compressing takes longer than handing 
 LINGER_S = 2.0
 
 
+# Who asked what, to the byte: the operation, the tenant, the subject, the models that it may use, a digest of the body.
+Asked = tuple[str, str, str, tuple[str, ...] | None, bytes]
+
+
+class Known(NamedTuple):
+    """What was understood of a request that was answered whole from the cache."""
+
+    key: bytes
+    model: str
+
+
 class Exchange:
     """One request and its answer: what has been sent, and what will stand in the log."""
 
@@ -47,9 +59,11 @@ class Exchange:
         "access",
         "admission",
         "age_s",
+        "asked",
         "cache_status",
         "headers",
         "hit",
+        "known",
         "principal",
         "wanted",
     )
@@ -62,6 +76,8 @@ class Exchange:
         # What is known so far.
         self.principal: Principal | None = None
         self.admission: Admission | None = None
+        self.asked: Asked | None = None
+        self.known: Known | None = None
         self.wanted: Wanted | None = None
         self.hit: Hit | None = None
         self.cache_status: bytes = b""

@@ -14,11 +14,11 @@ from cache.store import Hit
 from routing.engine import Usage
 from routing.models import Models
 
-from .answers import Answers, Landed, Place, Renamer, Wanted, replayed, usage_in, whole_body
+from .answers import Answers, Landed, Place, Renamer, Wanted, replayed, usage_in
 from .bodies import parse
 from .cache_headers import SILENT, CacheControl
 from .errors import InvalidRequest
-from .exchange import Exchange
+from .exchange import Asked, Exchange, Known
 from .logs import Access
 from .operations import Operation
 
@@ -30,13 +30,6 @@ class Caller(NamedTuple):
 
     principal: Principal
     admission: Admission
-
-
-class Known(NamedTuple):
-    """What was understood of a request that was answered from memory."""
-
-    key: bytes
-    model: str
 
 
 class Pipeline:
@@ -53,8 +46,8 @@ class Pipeline:
         self._models = models
         self._answers = answers
         self._max_choices = max_choices
-        # By who asked, and the digest of the body: a request that is the same to the byte is not read again.
-        self._known: dict[tuple[str, str, str, tuple[str, ...] | None, bytes], Known] = {}
+        # A request that is the same to the byte is not read again.
+        self._known: dict[Asked, Known] = {}
 
     async def admit(self, operation: Operation, exchange: Exchange, hit: Hit | None = None) -> Caller:
         """Let the caller in for one request, which is counted until its admission is settled; one that was answered by
@@ -77,33 +70,60 @@ class Pipeline:
         principal = exchange.principal = self._authenticator.recall(exchange.headers.get(b"authorization"))
         if principal is None or operation.scope not in principal.scopes:
             return None
-        if self._limiter.is_shared:
-            exchange.wanted = self.prepare(operation, parse(body), principal, SILENT, None, access)
-            return None
-        asked = (operation.name, principal.tenant, principal.subject, principal.models, digest(body))
-        known = self._known.get(asked)
+        asked = exchange.asked = (operation.name, principal.tenant, principal.subject, principal.models, digest(body))
+        known = exchange.known = self._known.get(asked)
         hit = None if known is None else self._answers.at_hand(known.key)
-        if known is None or hit is None:
-            wanted = exchange.wanted = self.prepare(operation, parse(body), principal, SILENT, None, access)
+        if hit is None and (known is None or not self._answers.has_lower):
+            wanted = self.understand(operation, exchange, body, principal, SILENT)
             if wanted.stream or wanted.obstacle is not None:
                 return None
-            known = Known(self._answers.key(wanted), wanted.model.name)
-            hit = self._answers.at_hand(known.key, wanted)
-            if hit is None:
-                return None
-            if len(self._known) >= MAX_KNOWN:
-                self._known.clear()
-            self._known[asked] = known
+            hit = self._answers.at_hand(self._answers.key(wanted), wanted)
         exchange.hit = hit
-        if exchange.takes_a_thread(hit.entry.rest):
+        if hit is None or self._limiter.is_shared or exchange.takes_a_thread(hit.entry.rest):
             return None
         exchange.admission = self._limiter.admit_at_once(principal)
         if exchange.admission is None:
             return None
-        access.tenant, access.subject, access.model = principal.tenant, principal.subject, known.model
-        access.usage = Usage(hit.entry.prompt_tokens, hit.entry.completion_tokens)
-        self._answers.note_hit(access, hit)
+        access.tenant, access.subject = principal.tenant, principal.subject
+        self.use(exchange, hit)
         return hit
+
+    async def look_up(self, exchange: Exchange) -> Hit | None:
+        """A stored answer, before the caller is let in, to a request that `find_at_once` has seen."""
+        known, wanted = exchange.known, exchange.wanted
+        if exchange.hit is not None:
+            return exchange.hit
+        if wanted is not None:
+            return None if wanted.is_looked_up else await self._answers.look_up(wanted)
+        return None if known is None else await self._answers.look_for(known.key)
+
+    def use(self, exchange: Exchange, hit: Hit) -> None:
+        """Take what was looked up for the answer, and remember the request."""
+        access, known, wanted = exchange.access, exchange.known, exchange.wanted
+        if known is not None:
+            access.model = known.model
+        elif wanted is not None and not wanted.stream and exchange.asked is not None:
+            if len(self._known) >= MAX_KNOWN:
+                self._known.clear()
+            self._known[exchange.asked] = Known(self._answers.key(wanted), wanted.model.name)
+        self._answers.note_hit(access, hit)
+
+    def understand(
+        self,
+        operation: Operation,
+        exchange: Exchange,
+        body: bytes,
+        principal: Principal,
+        control: CacheControl,
+    ) -> Wanted:
+        """Raises: as `prepare`."""
+        if exchange.wanted is None:
+            last_event_id = exchange.headers.get(b"last-event-id")
+            wanted = self.prepare(operation, parse(body), principal, control, last_event_id, exchange.access)
+            if exchange.known is not None:
+                wanted.key, wanted.is_looked_up = exchange.known.key, True
+            exchange.wanted = wanted
+        return exchange.wanted
 
     def prepare(
         self,
@@ -159,15 +179,6 @@ class Pipeline:
         if choices > self._max_choices:
             raise InvalidRequest(f"The request asks for {choices} answers; {self._max_choices} are allowed.", "n")
 
-    async def look_up(self, wanted: Wanted) -> Hit | None:
-        """A stored answer, before the caller is let in."""
-        return await self._answers.look_up(wanted)
-
-    def use(self, wanted: Wanted, hit: Hit) -> Hit:
-        """Take what was looked up for the answer."""
-        self._answers.note_hit(wanted.access, hit)
-        return hit
-
     async def find(self, wanted: Wanted) -> Hit | Place:
         """A stored answer, or a place in a flight, which has to be left. Raises: NotInCache, StreamGone."""
         return await self._answers.find(wanted)
@@ -182,13 +193,6 @@ class Pipeline:
             landed = await place.result()
             assert landed is not None
             return landed
-
-    async def recall(self, wanted: Wanted, caller: Caller, hit: Hit) -> bytes:
-        """The body of a stored answer."""
-        access, entry = wanted.access, hit.entry
-        access.usage = Usage(entry.prompt_tokens, entry.completion_tokens)
-        await caller.admission.settle()
-        return whole_body(entry)
 
     async def answer(self, wanted: Wanted, caller: Caller, place: Place) -> Landed:
         """What the flight came to. Raises: RoutingError, CacheError."""
