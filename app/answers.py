@@ -33,6 +33,7 @@ from .cache_headers import CacheControl
 from .logs import Access
 
 OWNERS = 10_000
+OFF = "off"
 STREAMING_S = 600.0  # how long after a stream another one is likely
 # What vLLM and OpenAI give with whole answers only.
 WHOLE_ONLY = ("prompt_logprobs", "use_beam_search", "best_of", "return_token_ids", "return_tokens_as_token_ids")
@@ -94,14 +95,13 @@ class Answers:
         self._streamed: dict[bytes, float] = {}  # when there was a stream, by the tags of tenant and model
 
     def obstacle(self, question: Question, control: CacheControl, options: Mapping[str, Any]) -> str | None:
-        """Why a request is answered by an engine of its own; None: it need not be."""
-        if self._cache is None:
-            return "off"
+        """Why a request is not answered from the cache; None: it can be. All but OFF are reasons against sharing a
+        flight, too."""
         if control.no_store:
             return "no-store"
         if any(value for option, value in options.items() if option not in ("include_usage", "include_obfuscation")):
             return "stream options"
-        return self._keys.obstacle(question)
+        return self._keys.obstacle(question) or (OFF if self._cache is None else None)
 
     def key(self, wanted: Wanted) -> bytes:
         """Of a request that can be answered from the cache."""
@@ -146,19 +146,23 @@ class Answers:
         """Raises: NotInCache, StreamGone."""
         if wanted.last_event_id is not None and wanted.stream:
             return await self._resume(wanted)
-        if wanted.obstacle is not None:
-            if wanted.control.only_if_cached:
-                raise NotInCache
-            self._note(wanted.access, "bypass", wanted.obstacle)
-            key = self._keys.private_key(wanted.question) if wanted.stream else b""
-            return self._fly(wanted, key, is_shared=False)
         hit = await self.look_up(wanted)
         if hit is not None:
             self.note_hit(wanted.access, hit)
             return hit
         if wanted.control.only_if_cached:
             raise NotInCache
-        return self._fly(wanted, self.key(wanted), self._is_shared)
+        return self._fly(wanted)
+
+    def _may_share(self, wanted: Wanted) -> bool:
+        """Whether identical requests in flight are one."""
+        return self._is_shared and wanted.obstacle in (None, OFF)
+
+    def _flight_key(self, wanted: Wanted) -> bytes:
+        """Empty for a flight that nobody else will look for."""
+        if wanted.obstacle is None or self._may_share(wanted):
+            return self.key(wanted)
+        return self._keys.private_key(wanted.question) if wanted.stream else b""
 
     async def explain(self, wanted: Wanted) -> dict[str, Any]:
         """What `find` would do: from where the answer would come, or why not from the cache, and what the key is of."""
@@ -199,26 +203,29 @@ class Answers:
         # While the lower tiers were asked, a flight may have landed.
         return await self._cache.look_below(key, max_age_s) or self._cache.recall(key, max_age_s)
 
-    def _fly(self, wanted: Wanted, key: bytes, is_shared: bool) -> Place:
-        work = partial(self._work, wanted, key, is_shared)
-        seat = self._flights.join(key, work, is_shared, anew=wanted.control.no_cache)
-        if wanted.obstacle is None:
-            outcome = "miss" if seat.leads else "collapsed"
-            self._note(wanted.access, outcome, "request" if wanted.control.no_cache else "")
+    def _fly(self, wanted: Wanted) -> Place:
+        key, is_shared, is_anew = self._flight_key(wanted), self._may_share(wanted), wanted.control.no_cache
+        seat = self._flights.join(key, partial(self._work, wanted, key, is_shared), is_shared, is_anew)
+        if not seat.leads:
+            self._note(wanted.access, "collapsed", "")
+        elif wanted.obstacle is not None:
+            self._note(wanted.access, "bypass", wanted.obstacle)
+        else:
+            self._note(wanted.access, "miss", "request" if is_anew else "")
         self._admit(wanted, seat)
         return seat
 
     async def _resume(self, wanted: Wanted) -> Hit | Place:
         assert wanted.last_event_id is not None
-        is_cached = wanted.obstacle is None
-        key = (self._keys.key if is_cached else self._keys.private_key)(wanted.question)
+        key = self._flight_key(wanted)
         if wanted.last_event_id.startswith(b"h"):
-            hit = await self._look_up(key, None) if is_cached else None
+            hit = await self._look_up(key, None) if wanted.obstacle is None else None
             if hit is None or replay_ref(hit.entry) != wanted.last_event_id.partition(b".")[0]:
                 raise StreamGone
             self.note_hit(wanted.access, hit)
             return hit
-        work = partial(self._work, wanted, key, is_cached) if is_cached else None
+        is_everybodys = wanted.obstacle is None or self._may_share(wanted)
+        work = partial(self._work, wanted, key, True) if is_everybodys else None
         seat = await self._flights.resume(key, wanted.last_event_id, owner_of(wanted.question), work)
         self._note(wanted.access, "resumed", "")
         self._admit(wanted, seat)

@@ -17,7 +17,7 @@ from auth.principal import Principal
 from cache.store import Hit
 
 from . import cache_headers
-from .answers import Place, Wanted, new_id
+from .answers import OFF, Place, Wanted, new_id
 from .cache_headers import CacheControl
 from .connections import Answer, Headers
 from .logs import Access
@@ -106,7 +106,7 @@ class Exchange:
             now = time.time()
             self.age_s = max(0, int(now - source.entry.made_at))
             self.cache_status = cache_headers.hit(source.entry.expires_at - now, source.tier)
-        elif obstacle is not None:
+        elif obstacle is not None and (source.leads or obstacle != OFF):
             self.cache_status = cache_headers.bypass(obstacle)
         elif not source.leads:
             self.cache_status = cache_headers.COLLAPSED

@@ -281,6 +281,8 @@ async def test_opt_in_caches_for_those_who_ask() -> None:
 async def test_cache_can_be_off() -> None:
     calls, told = await calls_for_two(ScriptedEngine(Script(TEXT)), ASK, cache={"enabled": False})
     assert (calls, told) == (2, 'headrace; fwd=bypass; detail="off"')
+    calls, told = await calls_for_two(ScriptedEngine(Script(TEXT)), CHAT, cache={"enabled": False})
+    assert (calls, told) == (2, 'headrace; fwd=bypass; detail="temperature>0"')
 
 
 async def test_each_model_has_its_ttl_and_its_revision() -> None:

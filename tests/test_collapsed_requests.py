@@ -67,6 +67,23 @@ async def test_100_identical_requests_cause_one_engine_call(streams: int) -> Non
         assert "hit" in (await client.post(ASK)).headers["cache-status"]
 
 
+async def test_requests_are_collapsed_without_a_cache_too() -> None:
+    gate = Gate()
+    async with serving(Script(TEXT, gate=gate), cache={"enabled": False}) as client:
+        connections = [await client.open({**ASK, "stream": number % 2 == 0}) for number in range(10)]
+        alone = await client.open(CHAT)
+        await until_at_the_gate(client, 11)
+        gate.open()
+        told = [await finish(connection) for connection in connections]
+        assert [text for _, _, text in told] == [TEXT] * 10
+        assert [cache for _, cache, _ in told].count("headrace; fwd=miss; collapsed") == 9
+        assert [cache for _, cache, _ in told].count('headrace; fwd=bypass; detail="off"') == 1
+        assert await finish(alone) == (200, 'headrace; fwd=bypass; detail="temperature>0"', TEXT)
+        assert client.engine.calls == 2
+        assert (await client.post(ASK)).headers["cache-status"] == 'headrace; fwd=bypass; detail="off"'
+        assert client.engine.calls == 3
+
+
 async def test_followers_get_the_tokens_as_they_come_from_the_first() -> None:
     gate = Gate()
     gate.release(2)
