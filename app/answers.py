@@ -259,7 +259,7 @@ class Answers:
         else:
             answer = await wanted.model.engine.answer(call)
             usage = answer.usage
-            if not is_kept:
+            if not is_kept and not is_shared:
                 self._charge(flight, usage)
                 return Landed(usage, body=answer.body)
             document = orjson.loads(answer.body)

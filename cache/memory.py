@@ -47,10 +47,9 @@ class MemoryTier:
 
     def find(self, key: bytes) -> Entry | None:
         """The same for somebody who will look again: nothing found is not counted as a miss."""
-        try:
-            entry = self._entries[key]
-        except KeyError:
+        if key not in self._entries:  # quicker than an exception, by much
             return None
+        entry = self._entries[key]
         if entry.expires_at <= self._clock():
             self._drop(key, entry)
             return None

@@ -30,10 +30,7 @@ class ResponseCache:
         self._max_entry_bytes = max_entry_bytes
         self._clock = clock
         self.cuts = Cuts(clock)
-
-    @property
-    def tiers(self) -> list[Tier]:
-        return [*([self._memory] if self._memory is not None else []), *self._lower]
+        self.tiers: list[Tier] = [*([] if memory is None else [memory]), *lower]
 
     @property
     def has_lower(self) -> bool:
@@ -70,8 +67,8 @@ class ResponseCache:
 
     def put(self, key: bytes, entry: Entry) -> bool:
         """Store in all tiers; tell whether it was."""
-        is_small_enough = len(entry.rest) + len(entry.id_prefix) <= self._max_entry_bytes
-        if not is_small_enough or not self.tiers or self.cuts.is_void(key, entry.made_at):
+        is_too_large = len(entry.rest) + len(entry.id_prefix) > self._max_entry_bytes
+        if is_too_large or not self.tiers or self.cuts.is_void(key, entry.made_at):
             return False
         for tier in self.tiers:
             tier.put(key, entry)

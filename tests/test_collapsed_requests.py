@@ -67,10 +67,13 @@ async def test_100_identical_requests_cause_one_engine_call(streams: int) -> Non
         assert "hit" in (await client.post(ASK)).headers["cache-status"]
 
 
-async def test_requests_are_collapsed_without_a_cache_too() -> None:
+@pytest.mark.parametrize("leader_streams", [True, False])
+async def test_requests_are_collapsed_without_a_cache_too(leader_streams: bool) -> None:
     gate = Gate()
     async with serving(Script(TEXT, gate=gate), cache={"enabled": False}) as client:
-        connections = [await client.open({**ASK, "stream": number % 2 == 0}) for number in range(10)]
+        connections = [await client.open({**ASK, "stream": leader_streams})]
+        await until(lambda: client.engine.calls == 1)
+        connections += [await client.open({**ASK, "stream": number % 2 == 0}) for number in range(9)]
         alone = await client.open(CHAT)
         await until_at_the_gate(client, 11)
         gate.open()
