@@ -18,6 +18,7 @@ from .cache_headers import read_cache_control
 from .cache_report import CacheReport
 from .callers import Callers
 from .errors import InvalidRequest, RequestTooLarge
+from .exchange import read_on
 from .pipeline import Pipeline
 from .warming import Warmer, progress_document, read_item
 
@@ -37,11 +38,12 @@ class CacheParts:
 
 def add_cache_endpoints(app: FastAPI, parts: CacheParts, callers: Callers) -> None:
     async def body_of(request: Request) -> dict[str, Any]:
-        """Raises: RequestTooLarge, InvalidJSON, InvalidRequest."""
+        """Raises: RequestTooLarge, RequestTimeout, InvalidJSON, InvalidRequest."""
         body = b""
         async for part in request.stream():
             body += part
             if len(body) > parts.max_body_bytes:
+                await read_on(request.receive)
                 raise RequestTooLarge(parts.max_body_bytes)
         document = parse(body or b"{}")
         if not isinstance(document, dict):

@@ -25,7 +25,6 @@ from .errors import (
     Failure,
     InvalidRequest,
     MethodNotAllowed,
-    RequestTimeout,
     RequestTooLarge,
     ShuttingDown,
     describe,
@@ -247,8 +246,6 @@ class Door:
         headers = failure.headers()
         if isinstance(exc, LimitExceeded):
             headers += limit_headers(tightest(exc.standings))
-        if isinstance(exc, RequestTooLarge | RequestTimeout | ShuttingDown):
-            headers.append((b"connection", b"close"))
         if isinstance(exc, NotInCache):
             exchange.cache_status = cache_headers.NOT_IN_CACHE
         body = failure.body(exchange.access.request_id)

@@ -104,6 +104,7 @@ class Failure:
     retry_after_s: float | None = None
     allowed: str | None = None
     challenge: str | None = None
+    is_last: bool = False  # the connection is closed after it: what is still to come on it is not read
 
     def body(self, request_id: str) -> bytes:
         return orjson.dumps(
@@ -127,6 +128,8 @@ class Failure:
             headers.append((b"allow", self.allowed.encode()))
         if self.challenge is not None:
             headers.append((b"www-authenticate", self.challenge.encode()))
+        if self.is_last:
+            headers.append((b"connection", b"close"))
         return headers
 
 
@@ -193,6 +196,7 @@ def describe(exc: BaseException) -> Failure:
                 retry_after_s=getattr(exc, "retry_after_s", None),
                 allowed=getattr(exc, "allowed", None),
                 challenge=_challenge(exc),
+                is_last=isinstance(exc, RequestTooLarge | RequestTimeout | ShuttingDown),
             )
     return _INTERNAL
 

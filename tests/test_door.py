@@ -130,6 +130,10 @@ async def test_prompt_beyond_the_context_gets_context_length_exceeded(client: Cl
     assert (response.status_code, error_of(response)["code"]) == (400, "context_length_exceeded")
 
 
+# Where bodies are read: by the door, and by FastAPI's side.
+READERS = ["/v1/chat/completions", "/v1/cache/explain"]
+
+
 async def test_announced_large_body_gets_413_before_it_is_sent(client: Client) -> None:
     head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
     answer = await client.raw(head + b"content-length: 50000000\r\n\r\n")
@@ -137,22 +141,24 @@ async def test_announced_large_body_gets_413_before_it_is_sent(client: Client) -
     assert b'"code":"request_too_large"' in answer
 
 
-async def test_large_body_gets_413_while_it_is_sent_and_the_client_can_read_it(client: Client) -> None:
+@pytest.mark.parametrize("path", READERS)
+async def test_large_body_gets_413_while_it_is_sent_and_the_client_can_read_it(client: Client, path: str) -> None:
     async def megabytes(count: int):
         for _ in range(count):
             yield b" " * 1_000_000
 
     headers = {"content-type": "application/json"}
     for content, more in ((b" " * 50_000_000, {}), (megabytes(12), {"transfer-encoding": "chunked"})):
-        response = await client.http.post("/v1/chat/completions", content=content, headers=headers | more)
+        response = await client.http.post(path, content=content, headers=headers | more)
         assert (response.status_code, error_of(response)["code"]) == (413, "request_too_large")
         assert response.headers["connection"] == "close"
 
 
-async def test_body_that_stops_coming_gets_408_and_one_that_goes_on_does_not() -> None:
+@pytest.mark.parametrize("path", READERS)
+async def test_body_that_stops_coming_gets_408_and_one_that_goes_on_does_not(path: str) -> None:
     async with serving(server={"body_timeout_s": 0.2}) as client:
         body = json.dumps(CHAT).encode()
-        head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+        head = b"POST %b HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n" % path.encode()
         head += b"content-length: %d\r\n\r\n" % len(body)
         answer = await client.raw(head + body[:10])
         assert answer.startswith(b"HTTP/1.1 408 ")

@@ -21,7 +21,8 @@ from .http import BASE, BASE_WITHOUT_LIMITS, Load, gateway, raw_app, workspace
 CONNECTIONS = 32
 MANY_CONNECTIONS = 128
 QUESTIONS = 1000
-OFF = "[cache]\nenabled = false\n[singleflight]\nscope = 'off'"
+CACHE_OFF = "[cache]\nenabled = false"
+BOTH_OFF = f"{CACHE_OFF}\n[singleflight]\nscope = 'off'"
 
 
 def bodies(count: int, unique: bool = False) -> list[str]:
@@ -66,7 +67,7 @@ def run(folder: Path, seconds: int, loads: dict[str, list[Load]]) -> None:
                     server.load(folder, asked, secret, connections, seconds)
                 )
     unique = bodies(1, unique=True)
-    for name, config in (("all miss", ""), ("cache off", OFF)):
+    for name, config in (("all miss", ""), ("cache off", CACHE_OFF), ("cache and singleflight off", BOTH_OFF)):
         with gateway(folder, config) as server:
             loads[f"{name}, {CONNECTIONS} connections"].append(
                 server.load(folder, unique, secret, CONNECTIONS, seconds, unique=True)
