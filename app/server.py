@@ -20,6 +20,7 @@ logger = logging.getLogger("headrace")
 
 OWN_FILES = 256  # what the process needs besides connections: libraries, engines' sockets, logs
 GRACE_S = 2  # for what is still under way once there is no more waiting
+TAKEN_IN_A_PASS = 8  # a connection costs a few microseconds more for each
 LOOK_S = 0.01
 MOST_FILES = 1 << 20  # some containers say that a billion are allowed, and tables grow with the limit
 
@@ -95,19 +96,23 @@ class Server(uvicorn.Server):
                 config=config, server_state=self.server_state, app_state=self.lifespan.state, _loop=loop
             )
 
+        listen = functools.partial(
+            loop.create_server,
+            make_connection,
+            backlog=settings.backlog,
+            ssl=config.ssl,
+            ssl_handshake_timeout=settings.header_timeout_s if config.ssl else None,
+        )
         try:
-            server = await loop.create_server(
-                make_connection,
-                settings.host,
-                settings.port,
-                backlog=settings.backlog,
-                ssl=config.ssl,
-                ssl_handshake_timeout=settings.header_timeout_s if config.ssl else None,
-            )
+            self.servers = [await listen(settings.host, settings.port)]
         except OSError as exc:
             await self.lifespan.shutdown()
             raise SettingsError(f"cannot listen on {settings.host}:{settings.port}: {exc.strerror or exc}") from exc
-        self.servers = [server]
+        # uvloop takes one connection from each listener in a pass of the loop, which is slow when the loop is busy.
+        for listener in self.servers[0].sockets:
+            for _ in range(TAKEN_IN_A_PASS - 1):
+                same = socket.fromfd(listener.fileno(), listener.family, listener.type)
+                self.servers.append(await listen(sock=same))
         self.started = True
         self.has_started.set()
 

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import resource
+import socket
 import ssl
 from pathlib import Path
 
@@ -13,7 +14,7 @@ import trustme
 from app.engines.scripted import Gate, Script
 from app.server import raise_file_limit
 
-from .conftest import CHAT, serving
+from .conftest import CHAT, Client, serving
 
 GET = b"GET /health/live HTTP/1.1\r\nhost: x\r\n\r\n"
 
@@ -171,3 +172,15 @@ def test_soft_file_limit_is_raised_to_the_hard_one_and_bounds_connections() -> N
         assert raise_file_limit(10**9) < 10**9
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+async def test_many_connections_are_taken_in_while_the_loop_is_busy(client: Client) -> None:
+    stats = client.gateway.connections.stats
+    with contextlib.ExitStack() as stack:
+        for _ in range(64):
+            stack.enter_context(socket.create_connection(client.address))
+        passes = 0
+        while stats().open < 64:
+            await asyncio.sleep(0)
+            passes += 1
+        assert passes < 20  # one a pass would be 64
