@@ -228,8 +228,8 @@ class Connection(HttpToolsProtocol):
         return True
 
     def _write(self, headers: Headers, body: bytes) -> None:
-        lines = [b"%b: %b\r\n" % header for header in (*self.server_state.default_headers, *headers)]
-        self.transport.write(b"HTTP/1.1 200 OK\r\n%b\r\n%b" % (b"".join(lines), body))
+        lines = b"\r\n".join(map(b": ".join, (*self.server_state.default_headers, *headers)))
+        self.transport.write(b"HTTP/1.1 200 OK\r\n%b\r\n\r\n%b" % (lines, body))
 
     def _answer(self, cycle: RequestResponseCycle, headers: Headers, body: bytes) -> bool:
         """What `send` does for a whole answer, in one step, without a look at each header; False: not now."""

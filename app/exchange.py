@@ -183,13 +183,17 @@ async def read_on(receive: Receive) -> None:
 
 
 def limit_headers(standings: Sequence[Standing]) -> Headers:
-    """In OpenAI's form: what a minute allows, what is left of it, and when it ends."""
-    headers = []
+    """In OpenAI's form: what a minute allows, what is left of it, and when it ends. For every answer, so written out."""
+    headers: Headers = []
+    now = time.monotonic()
     for standing in standings:
-        limit, remaining, reset = LIMIT_HEADERS[standing.window.kind]
-        headers.append((limit, b"%d" % standing.window.limit))
-        headers.append((remaining, b"%d" % standing.remaining))
-        headers.append((reset, b"%ds" % math.ceil(standing.reset_s)))
+        window, used = standing.window, standing.used
+        limit, remaining, reset = LIMIT_HEADERS[window.kind]
+        headers += (
+            (limit, b"%d" % window.limit),
+            (remaining, b"%d" % (window.limit - used if used < window.limit else 0)),
+            (reset, b"%ds" % max(0, math.ceil(standing.resets_at - now))),
+        )
     return headers
 
 

@@ -11,7 +11,7 @@ class LocalCounts:
 
     def __init__(self, window_s: int) -> None:
         self._window_s = window_s
-        # Mutable state, changed by `take`, `count`, and `settle`: what was counted, a window's end, slots in use.
+        # Mutable state, changed by `take`, `count`, and `settle` (and theirs below): what was counted, a window's end, slots in use.
         self._used: dict[str, int] = {}
         self._ends: dict[str, float] = {}
         self._running: Counter[str] = Counter()
@@ -35,18 +35,20 @@ class LocalCounts:
                 break
         if full is not None or not has_room:
             return Verdict(False, standings, full)
+        self._sweep(now)
         for standing in standings:
             if standing.window.kind == "requests":
                 standing.used += 1
-        self.count(plan, is_over)
+                self._used[standing.window.key], self._ends[standing.window.key] = standing.used, standing.resets_at
+        if not is_over:
+            self._take_slots(plan)
         return Verdict(True, standings, None)
 
     def count(self, plan: Plan, is_over: bool = False) -> None:
         """Count one more request, whether there is room for it or not."""
         self._charge(plan, "requests", 1)
         if not is_over:
-            for slots in plan.slots:
-                self._running[slots.key] += 1
+            self._take_slots(plan)
 
     def settle(self, plan: Plan, tokens: int) -> None:
         for slots in plan.slots:
@@ -65,10 +67,13 @@ class LocalCounts:
         """How many are kept; those that are over for one window's length at most."""
         return len(self._used)
 
+    def _take_slots(self, plan: Plan) -> None:
+        for slots in plan.slots:
+            self._running[slots.key] += 1
+
     def _charge(self, plan: Plan, kind: str, amount: int) -> None:
         now = time.monotonic()
-        if now >= self._next_sweep:
-            self._sweep(now)
+        self._sweep(now)
         for key, window_kind, _, _ in plan.windows:
             if window_kind != kind:
                 continue
@@ -79,6 +84,9 @@ class LocalCounts:
                 self._ends[key] = now + self._window_s
 
     def _sweep(self, now: float) -> None:
+        """Forget what is over, once a window's length."""
+        if now < self._next_sweep:
+            return
         for key in [key for key, end in self._ends.items() if end <= now]:
             del self._ends[key], self._used[key]
         self._next_sweep = now + self._window_s
