@@ -183,7 +183,7 @@ async def read_on(receive: Receive) -> None:
 
 
 def limit_headers(standings: Sequence[Standing]) -> Headers:
-    """In OpenAI's form: what a minute allows, what is left of it, and when it ends. For every answer, so written out."""
+    """In OpenAI's form: what a minute allows, what is left of it, when it ends. Written out: it is for every answer."""
     headers: Headers = []
     now = time.monotonic()
     for standing in standings:

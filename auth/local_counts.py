@@ -11,7 +11,7 @@ class LocalCounts:
 
     def __init__(self, window_s: int) -> None:
         self._window_s = window_s
-        # Mutable state, changed by `take`, `count`, and `settle` (and theirs below): what was counted, a window's end, slots in use.
+        # Mutable state, changed by `take`, `count`, and `settle`: what was counted, a window's end, slots in use.
         self._used: dict[str, int] = {}
         self._ends: dict[str, float] = {}
         self._running: Counter[str] = Counter()
