@@ -158,9 +158,13 @@ class Answers:
         """Whether identical requests in flight are one."""
         return self._is_shared and wanted.obstacle in (None, OFF)
 
+    def _is_anybodys(self, wanted: Wanted) -> bool:
+        """Whether the answer is one for all who share a key, and not this caller's alone."""
+        return wanted.obstacle is None or self._may_share(wanted)
+
     def _flight_key(self, wanted: Wanted) -> bytes:
         """Empty for a flight that nobody else will look for."""
-        if wanted.obstacle is None or self._may_share(wanted):
+        if self._is_anybodys(wanted):
             return self.key(wanted)
         return self._keys.private_key(wanted.question) if wanted.stream else b""
 
@@ -224,8 +228,7 @@ class Answers:
                 raise StreamGone
             self.note_hit(wanted.access, hit)
             return hit
-        is_everybodys = wanted.obstacle is None or self._may_share(wanted)
-        work = partial(self._work, wanted, key, True) if is_everybodys else None
+        work = partial(self._work, wanted, key, True) if self._is_anybodys(wanted) else None
         seat = await self._flights.resume(key, wanted.last_event_id, owner_of(wanted.question), work)
         self._note(wanted.access, "resumed", "")
         self._admit(wanted, seat)

@@ -72,7 +72,10 @@ class Pipeline:
             return None
         asked = exchange.asked = (operation.name, principal.tenant, principal.subject, principal.models, digest(body))
         known = exchange.known = self._known.get(asked)
-        hit = None if known is None else self._answers.at_hand(known.key)
+        hit = None
+        if known is not None:
+            access.model = known.model
+            hit = self._answers.at_hand(known.key)
         if hit is None and (known is None or not self._answers.has_lower):
             wanted = self.understand(operation, exchange, body, principal, SILENT)
             if wanted.stream or wanted.obstacle is not None:
@@ -99,14 +102,12 @@ class Pipeline:
 
     def use(self, exchange: Exchange, hit: Hit) -> None:
         """Take what was looked up for the answer, and remember the request."""
-        access, known, wanted = exchange.access, exchange.known, exchange.wanted
-        if known is not None:
-            access.model = known.model
-        elif wanted is not None and not wanted.stream and exchange.asked is not None:
+        asked, wanted = exchange.asked, exchange.wanted
+        if exchange.known is None and asked is not None and wanted is not None and not wanted.stream:
             if len(self._known) >= MAX_KNOWN:
                 self._known.clear()
-            self._known[exchange.asked] = Known(self._answers.key(wanted), wanted.model.name)
-        self._answers.note_hit(access, hit)
+            self._known[asked] = Known(self._answers.key(wanted), wanted.model.name)
+        self._answers.note_hit(exchange.access, hit)
 
     def understand(
         self,

@@ -41,7 +41,6 @@ class Server(uvicorn.Server):
                 server_header=False,
                 proxy_headers=False,  # nothing here looks at the client's address
                 timeout_keep_alive=settings.keep_alive_s,  # type: ignore[arg-type]
-                timeout_graceful_shutdown=GRACE_S,
                 ssl_certfile=settings.tls_cert_file,
                 ssl_keyfile=settings.tls_key_file,
             )

@@ -2,17 +2,20 @@
 
 import asyncio
 import json
+import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
 
+from app.bodies import parse
 from app.engines.scripted import Script
 from app.exchange import GZIP_IN_THREAD_BYTES
 from app.gateway import Gateway
 
-from .conftest import CHAT, Client, serving
+from .conftest import CHAT, Client, serving, until
+from .redis_server import RedisServer
 from .tokens import JWT_SETTINGS, bearer, token
 
 ASK = {**CHAT, "temperature": 0}
@@ -148,6 +151,34 @@ async def test_who_may_not_is_refused_as_ever_and_everything_is_counted_once() -
             'headrace_requests_total{model="demo",operation="chat.completions",outcome="ok"} 3.0',
         ):
             assert line in metrics
+
+
+async def test_known_request_is_not_read_again_where_redis_counts_and_keeps(
+    redis: RedisServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    logging.getLogger("headrace").setLevel(logging.INFO)
+    read: list[bytes] = []
+    monkeypatch.setattr("app.pipeline.parse", lambda body: read.append(body) or parse(body))
+    cache = {"redis": {"url": redis.url}, "memory": {"enabled": False}}
+    async with serving(auth=JWT, limits={"subject": {"requests_per_minute": 5}}, cache=cache) as client:
+        await until(lambda: client.gateway.redis is not None and client.gateway.redis.is_up)
+        ann = bearer(token(tenant="reader"))
+        for times_read in (1, 2, 2):  # computed, found, known
+            answer = await client.post(ASK, headers=ann)
+            assert (answer.status_code, len(read)) == (200, times_read)
+        assert "detail=redis" in answer.headers["cache-status"]
+        cleared = await client.post({"all": True}, path="/v1/cache/clear", headers=bearer(token(scope="cache:admin")))
+        assert cleared.json()["removed"]["redis"] == 1
+        for times_read, told in ((3, "headrace; fwd=miss; stored"), (3, "headrace; hit; ")):
+            answer = await client.post(ASK, headers=ann)
+            assert len(read) == times_read
+            assert answer.headers["cache-status"].startswith(told)
+        assert client.engine.calls == 2
+        assert (await client.post(ASK, headers=ann)).status_code == 429
+        lines = [line for line in client.access_lines(capsys) if line["path"] == "/v1/chat/completions"]
+        assert [line["model"] for line in lines] == ["demo"] * 6
+        outcomes = [line.get("cache") for line in lines]
+        assert outcomes == ["miss", "hit", "hit", "miss", "hit", None]
 
 
 async def test_of_full_slots_the_tenants_are_told_first() -> None:

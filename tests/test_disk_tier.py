@@ -156,10 +156,11 @@ async def test_gateway_without_a_usable_folder_serves_and_says_so(tmp_path: Path
     async with serving(cache={"disk": {"path": str(tmp_path / "file" / "folder")}}) as client:
         body = {**CHAT, "temperature": 0}
         assert (await client.post(body)).status_code == (await client.post(body)).status_code == 200
-        await until(lambda: "Not a dir" in (client.gateway.health.body()["components"]["disk"]["last_error"] or ""))
+        await until(lambda: client.gateway.health.body()["components"]["disk"]["last_error"] != "not open yet")
         health = (await client.http.get("/health")).json()
         assert health["status"] == "degraded"
         assert health["components"]["disk"]["status"] == "down"
+        assert "Not a directory" in health["components"]["disk"]["last_error"]
 
 
 async def test_answers_are_there_after_a_restart_of_the_gateway(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from .conftest import CHAT
 
 STREAMS = 1000
 IDLE = 10_000
-TOKENS = 12
+TOKENS = 30
 GET = b"GET /health/live HTTP/1.1\r\nhost: x\r\n\r\n"
 CONFIG = """
 preset = "production"
@@ -30,7 +30,7 @@ resume_s = 1
 [[pools]]
 name = "demo"
 engine = "scripted"
-scripted = { text = "%s", token_s = 0.25 }
+scripted = { text = "%s", token_s = 0.2 }
 """
 
 
