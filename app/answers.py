@@ -26,8 +26,10 @@ from cache.flight import Flight, Flights, LogEvent, Seat
 from cache.key import KeyMaker, Question, canonical
 from cache.replay import replay
 from cache.store import Hit, ResponseCache
-from routing.engine import Call, Tally, Usage
+from routing.engine import Call, Event, Tally, Usage
+from routing.errors import EngineError
 from routing.models import Model
+from routing.split import Variant
 
 from .cache_headers import CacheControl
 from .logs import Access
@@ -48,6 +50,7 @@ class Wanted:
 
     operation: str
     model: Model
+    variant: Variant
     body: dict[str, Any]
     stream: bool
     tells_usage: bool
@@ -56,6 +59,10 @@ class Wanted:
     control: CacheControl
     last_event_id: bytes | None
     access: Access
+    priority: int = 0
+    affinity: bytes = b""
+    trace: tuple[tuple[bytes, bytes], ...] = ()
+    size_bytes: int = 0
     tally: Tally = field(default_factory=Tally)
     key: bytes | None = None  # once it was needed
     is_looked_up: bool = False
@@ -255,18 +262,32 @@ class Answers:
         if as_stream:
             body = {**body, "stream": True, "stream_options": {"include_usage": True}}
         tally = wanted.tally
-        call = Call(wanted.operation, wanted.model.name, body, wanted.access.request_id, tally)
+        call = Call(
+            wanted.operation,
+            wanted.model.name,
+            body,
+            wanted.access.request_id,
+            tally,
+            wanted.question.tenant,
+            wanted.priority,
+            wanted.affinity,
+            wanted.trace,
+            wanted.size_bytes,
+        )
+        began = time.monotonic()
         flight.cost = lambda: tally.prompt_tokens + tally.completion_tokens
         if as_stream:
             document, usage = await self._stream(wanted, call, flight, is_put_together=is_kept or is_shared)
         else:
-            answer = await wanted.model.engine.answer(call)
+            answer = await wanted.variant.engine.answer(call)
             usage = answer.usage
             if not is_kept and not is_shared:
                 self._charge(flight, usage)
+                self._offer_to_shadow(wanted, call, answer.body, began)
                 return Landed(usage, body=answer.body)
-            document = orjson.loads(answer.body)
+            document = answer.document or orjson.loads(answer.body)
         self._charge(flight, usage)
+        self._offer_to_shadow(wanted, call, document, began)
         if document is None:
             return Landed(usage)
         parts = split_id(document) if as_stream else cut_id(answer.body) or split_id(document)
@@ -275,9 +296,17 @@ class Answers:
             for payload in replay(document, is_chat(wanted.operation)):
                 flight.append(payload, tells_usage=is_usage_chunk(payload))
         limit = wanted.body.get("max_completion_tokens") or wanted.body.get("max_tokens")
-        if is_kept and self._cache is not None and is_whole(document, limit):
+        # What another pool or model answered in this one's place is not what the next caller should get.
+        if is_kept and tally.fallback is None and self._cache is not None and is_whole(document, limit):
             return Landed(usage, entry, is_stored=self._cache.put(key, entry))
         return Landed(usage, entry)
+
+    def _offer_to_shadow(self, wanted: Wanted, call: Call, answer: bytes | dict[str, Any] | None, began: float) -> None:
+        shadow = wanted.model.shadow
+        if shadow is None or shadow.variant.name == wanted.variant.name or call.tally.fallback is not None:
+            return
+        body = orjson.dumps(answer) if isinstance(answer, dict) else answer
+        shadow.offer(call.request_id.encode(), call, body, time.monotonic() - began)
 
     def _may_be_streamed(self, wanted: Wanted, key: bytes, flight: Flight[Landed]) -> bool:
         if any(wanted.body.get(name) for name in WHOLE_ONLY):
@@ -293,7 +322,7 @@ class Answers:
         assembly = Assembly(is_chat(wanted.operation)) if is_put_together else None
         beyond = Continuation(event.data for event in flight.log) if flight.log else None
         usage = None
-        async with aclosing(wanted.model.engine.stream(call)) as events:
+        async with aclosing(wanted.variant.engine.stream(call)) as events:
             async for event in events:
                 data: bytes | None = event.data
                 if beyond is not None:
@@ -301,7 +330,7 @@ class Answers:
                 if data is not None:
                     flight.append(data, event.name, event.usage is not None)
                 if assembly is not None:
-                    assembly.add(event.data)
+                    put_together(assembly, event)
                 if event.usage is not None:
                     usage = event.usage
         return (None if assembly is None else assembly.document()), usage
@@ -314,6 +343,14 @@ class Answers:
     def _entry(self, wanted: Wanted, parts: tuple[bytes, bytes], usage: Usage | None, made_at: float) -> Entry:
         prompt, completion = (usage.prompt_tokens, usage.completion_tokens) if usage else (0, 0)
         return Entry(*parts, prompt, completion, made_at, made_at + self._ttl(wanted))
+
+
+def put_together(assembly: Assembly, event: Event) -> None:
+    """Raises: EngineError."""
+    try:
+        assembly.add(event.data if event.document is None else event.document)
+    except ValueError as exc:
+        raise EngineError("The engine's stream has an unknown form.") from exc
 
 
 def is_chat(operation: str) -> bool:

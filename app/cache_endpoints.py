@@ -59,10 +59,10 @@ def add_cache_endpoints(app: FastAPI, parts: CacheParts, callers: Callers) -> No
         request: Request, principal: Annotated[Principal, callers.with_scope("cache:read")]
     ) -> JSONResponse:
         item = read_item(await body_of(request))
-        header = request.headers.get("cache-control")
-        control = read_cache_control(None if header is None else header.encode("latin-1"))
+        headers = dict(request.headers.raw)
+        control = read_cache_control(headers.get(b"cache-control"))
         access = request.state.access
-        wanted = parts.pipeline.prepare(item.operation, item.body, principal, control, None, access)
+        wanted = parts.pipeline.prepare(item.operation, item.body, principal, control, headers, access)
         return JSONResponse(await parts.pipeline.explain(wanted))
 
     @app.post("/v1/cache/clear")

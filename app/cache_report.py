@@ -10,10 +10,12 @@ from typing import Any, NamedTuple
 
 from cache.flight import Flights
 from cache.store import ResponseCache
+from routing.balance import Prefix
 
 from .answers import Answers, Landed
 from .metrics import Metrics
 from .redis_link import RedisLink
+from .routes import Routes
 
 SAMPLE_S = 5.0
 WINDOW_S = 300.0
@@ -38,6 +40,7 @@ class CacheReport:
         flights: Flights[Landed],
         metrics: Metrics,
         redis: RedisLink | None,
+        routes: Routes,
         warmings: Callable[[], int],
     ) -> None:
         self._answers = answers
@@ -45,6 +48,7 @@ class CacheReport:
         self._flights = flights
         self._metrics = metrics
         self._redis = redis
+        self._routes = routes
         self._warmings = warmings
         self._samples: deque[Sample] = deque([self._sample()], maxlen=int(WINDOW_S / SAMPLE_S) + 1)
 
@@ -74,9 +78,7 @@ class CacheReport:
                     "evictions": evictions,
                     **hits_of,
                 },
-                "radix_tree": nothing(
-                    ["prefix_matches", "sharing_hits", "memory_saved", "active_prefixes", "avg_prefix_length"]
-                ),
+                "radix_tree": self._radix_tree(),
                 "speculation": nothing(["hits", "misses", "hit_rate", "tokens_generated", "avg_depth", "early_stops"]),
                 "sliding_window": nothing(["hits", "misses", "hit_rate", "memory_bytes", "evictions", "utilization"]),
             },
@@ -102,6 +104,23 @@ class CacheReport:
             },
             "alerts": self._alerts(now, hit_rate),
             "trends": {"window_seconds": WINDOW_S, "data_points": self._data_points()},
+        }
+
+    def _radix_tree(self) -> dict[str, Any]:
+        """Of the pools that are balanced by prefix, together."""
+        balancers = [unit.pool.balancer for unit in self._routes.pools.values()]
+        trees = [balancer.tree.stats() for balancer in balancers if isinstance(balancer, Prefix)]
+        if not trees:
+            names = ["prefix_matches", "sharing_hits", "memory_saved", "active_prefixes", "avg_prefix_length"]
+            return dict.fromkeys(names)
+        prefixes = sum(tree.active_prefixes for tree in trees)
+        length = sum(tree.avg_prefix_length * tree.active_prefixes for tree in trees)
+        return {
+            "prefix_matches": sum(tree.prefix_matches for tree in trees),
+            "sharing_hits": sum(tree.sharing_hits for tree in trees),
+            "memory_saved": None,  # in the engines' KV caches, which do not say
+            "active_prefixes": prefixes,
+            "avg_prefix_length": round(length / prefixes, 1) if prefixes else 0.0,
         }
 
     def _sample(self) -> Sample:

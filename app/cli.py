@@ -165,10 +165,8 @@ async def _guide(gateway: "Gateway", settings: Settings) -> None:
     await gateway.server.has_started.wait()
     url = gateway.server.url
     logger.info("listening on %s", url)
-    await asyncio.wait(
-        [asyncio.create_task(engine.has_started.wait()) for engine in gateway.engines.values()],
-        return_when=asyncio.FIRST_COMPLETED,
-    )
+    if starts := [asyncio.create_task(engine.has_started.wait()) for engine in gateway.engines.values()]:
+        await asyncio.wait(starts, return_when=asyncio.FIRST_COMPLETED)
     # What is there by now stays; the garbage collector need not walk over it again and again while requests wait.
     gc.collect()
     gc.freeze()

@@ -18,7 +18,6 @@ from auth.principal import Principal
 from cache.disk import DiskTier
 from cache.errors import CacheError
 from routing.errors import RoutingError
-from routing.models import Models
 
 from . import __version__
 from .cache_endpoints import CacheParts, add_cache_endpoints
@@ -28,6 +27,8 @@ from .errors import Failure, MethodNotAllowed, NotFound, Refusal, describe
 from .lifecycle import Lifecycle
 from .metrics import Metrics
 from .redis_link import RedisLink
+from .routes import PoolUnit, Routes
+from .routing_endpoints import add_routing_endpoints
 
 STATUS_OF_STATE = {"ready": "ok", "unresponsive": "degraded", "waiting": "down", "stopped": "down"}
 
@@ -37,14 +38,14 @@ class Health:
 
     def __init__(
         self,
-        engines: list[SupervisedEngine],
+        routes: Routes,
         lifecycle: Lifecycle,
         metrics: Metrics,
         redis: RedisLink | None,
         key_set: KeySet | None,
         disk: DiskTier | None,
     ) -> None:
-        self._engines = engines
+        self._routes = routes
         self._redis = redis
         self._key_set = key_set
         self._disk = disk
@@ -56,11 +57,12 @@ class Health:
     def is_ready(self) -> bool:
         """Some engine can answer, somebody can be let in, and the gateway is not on its way out."""
         can_check_tokens = self._key_set is None or self._key_set.is_ready
-        return can_check_tokens and not self._lifecycle.is_draining and any(engine.is_ready for engine in self._engines)
+        return can_check_tokens and not self._lifecycle.is_draining and self._routes.is_ready
 
     def body(self) -> dict[str, Any]:
-        components = {f"engine:{engine.name}": self._component(engine) for engine in self._engines}
+        components = dict(map(self._of_pool, self._routes.pools.values()))
         engine_states = {component["status"] for component in components.values()}
+        components |= self._of_canaries()
         if self._redis is not None:
             status = self._redis.status()
             components["redis"] = {"status": "ok" if status.is_up else "down", **asdict(status)}
@@ -93,14 +95,32 @@ class Health:
             "components": components,
         }
 
-    def _component(self, engine: SupervisedEngine) -> dict[str, Any]:
-        status = engine.status()
-        return {"status": STATUS_OF_STATE.get(status.state, "starting"), **asdict(status)}
+    def _of_pool(self, unit: PoolUnit) -> tuple[str, dict[str, Any]]:
+        if isinstance(unit.part, SupervisedEngine):
+            engine = unit.part.status()
+            return f"engine:{unit.name}", {"status": STATUS_OF_STATE.get(engine.state, "starting"), **asdict(engine)}
+        replicas = unit.pool.replicas
+        available = sum(replica.is_available for replica in replicas)
+        state = "ok" if replicas and available == len(replicas) else "degraded" if available else "down"
+        told = {"status": state, "replicas": len(replicas), "available": available, "last_error": unit.part.error()}
+        return f"pool:{unit.name}", told
+
+    def _of_canaries(self) -> dict[str, dict[str, Any]]:
+        """Those that were rolled back: others serve their requests."""
+        return {
+            f"canary:{model.name}": {
+                "status": "degraded",
+                "variant": guardrail.rules.variant,
+                "reason": guardrail.reason,
+            }
+            for model in self._routes.models
+            if (guardrail := model.guardrail) is not None and guardrail.state == "rolled_back"
+        }
 
 
 def add_endpoints(
     app: FastAPI,
-    models: Models,
+    routes: Routes,
     health: Health,
     metrics: Metrics,
     callers: Callers,
@@ -108,6 +128,7 @@ def add_endpoints(
     started: int,
 ) -> None:
     """Add all paths. Health and metrics need no token; every other one asks for a caller with a scope."""
+    models = routes.models
 
     @app.get("/health")
     async def overall() -> JSONResponse:
@@ -139,6 +160,7 @@ def add_endpoints(
         return JSONResponse(entry(models.find(name).name))
 
     add_cache_endpoints(app, cache, callers)
+    add_routing_endpoints(app, routes, callers)
     app.add_middleware(GZipMiddleware, minimum_size=1024)
     add_error_handlers(app)
 

@@ -17,15 +17,20 @@ from auth.errors import (
     RateLimitExceeded,
 )
 from cache.errors import Diverged, FlightAborted, NotInCache, StreamGone
+from routing.admission import Overloaded
 from routing.errors import (
     ContextLengthExceeded,
     EngineDied,
     EngineError,
+    EngineOverloaded,
+    EngineTimeout,
     EngineUnavailable,
+    EngineUnreachable,
     ModelNotFound,
     RequestRejected,
     UnsupportedOperation,
 )
+from routing.split import VariantNotFound
 
 
 class Refusal(Exception):
@@ -172,6 +177,11 @@ _TABLE: tuple[tuple[type[Exception], int, str, str], ...] = (
     (ContextLengthExceeded, 400, _CALLER, "context_length_exceeded"),
     (RequestRejected, 400, _CALLER, "invalid_request"),
     (UnsupportedOperation, 501, _SERVER, "unsupported_operation"),
+    (VariantNotFound, 400, _CALLER, "invalid_request"),
+    (Overloaded, 503, _SERVER, "overloaded"),
+    (EngineOverloaded, 503, _SERVER, "overloaded"),
+    (EngineTimeout, 504, _SERVER, "engine_timeout"),
+    (EngineUnreachable, 503, _SERVER, "engine_unavailable"),
     (EngineUnavailable, 503, _SERVER, "engine_unavailable"),
     (EngineDied, 503, _SERVER, "engine_unavailable"),
     (EngineError, 502, _SERVER, "engine_error"),

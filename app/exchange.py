@@ -39,8 +39,9 @@ GZIP_IN_THREAD_BYTES = 65536  # above it, compressing takes longer than handing 
 LINGER_S = 2.0
 
 
-# Who asked what, to the byte: the operation, the tenant, the subject, the models that it may use, a digest of the body.
-Asked = tuple[str, str, str, tuple[str, ...] | None, bytes]
+# Who asked what, to the byte: the operation, the tenant, the subject, the models that it may use, the session, a digest
+# of the body.
+Asked = tuple[str, str, str, tuple[str, ...] | None, bytes | None, bytes]
 
 
 class Known(NamedTuple):
@@ -48,6 +49,7 @@ class Known(NamedTuple):
 
     key: bytes
     model: str
+    variant: str | None
 
 
 class Exchange:
@@ -90,10 +92,12 @@ class Exchange:
         self._answer = answer.send if answer is not None and answer.instead_of == send else None
 
     def own_headers(self) -> Headers:
-        """Those of every answer: the request's id, and how the caller's limits stand."""
+        """Those of every answer: the request's id, where it came from, and how the caller's limits stand."""
         headers = [(b"x-request-id", self.access.request_id.encode())]
         if self.cache_status:
             headers.append((b"cache-status", self.cache_status))
+        if self.access.variant is not None:
+            headers.append((b"x-headrace-variant", self.access.variant.encode()))
         if self.age_s is not None:
             headers.append((b"age", b"%d" % self.age_s))
         if self.admission is not None:

@@ -1,13 +1,9 @@
 """Puts the parts together; the only place that knows them all."""
 
-import asyncio
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from hashlib import blake2b
-from typing import Protocol
 
-import orjson
 from fastapi import FastAPI
 from prometheus_fastapi_instrumentator import Instrumentator
 
@@ -24,7 +20,6 @@ from cache.redis import RedisTier
 from cache.store import ResponseCache
 from cache.tier import Tier
 from routing.engine import Engine
-from routing.models import Model, Models
 
 from . import __version__
 from .answers import Answers, Landed
@@ -33,26 +28,21 @@ from .cache_report import CacheReport
 from .callers import Callers
 from .connections import Connections
 from .cors import Cors
+from .crew import Crew
 from .door import Door
 from .endpoints import Health, add_endpoints
-from .engines.scripted import Script, ScriptedEngine
 from .engines.supervisor import SupervisedEngine
 from .lifecycle import Lifecycle
-from .logs import AccessLog, logging_config
+from .logs import AccessLog
 from .metrics import Metrics, Parts
 from .pipeline import Pipeline
 from .redis_link import RedisLink
 from .relay import CODEC
+from .routes import Routes
 from .security import make_authenticator, make_keys, make_policy
 from .server import Server, raise_file_limit
-from .settings import BUILTIN_MODEL, CacheSettings, ModelSettings, PoolSettings, Settings
+from .settings import CacheSettings, Settings
 from .warming import StartupWarming, Warmer
-
-
-class Part(Protocol):
-    """Runs until it is cancelled."""
-
-    async def run(self) -> None: ...
 
 
 class Gateway:
@@ -60,21 +50,8 @@ class Gateway:
 
     def __init__(self, settings: Settings, engines: dict[str, Engine] | None = None) -> None:
         server = settings.server
-        given = engines or {}
-        self.engines = {
-            pool.name: SupervisedEngine(pool.name, given.get(pool.name) or make_engine(pool, settings))
-            for pool in settings.pools
-        }
-        pools = {pool.name: pool for pool in settings.pools}
-        models = Models(
-            {
-                model.name: Model(
-                    model.name, model.pool, self.engines[model.pool], revision_of(model, pools[model.pool])
-                )
-                for model in settings.offered_models()
-            }
-        )
-        supervised = list(self.engines.values())
+        self._crew = Crew(lambda exc: self.server.fail(exc))
+        self.routes = Routes(settings, self._crew, engines or {})
         self.lifecycle = Lifecycle(server.drain.settle_s, server.drain.drain_s)
         self.connections = Connections(
             raise_file_limit(server.max_connections),
@@ -110,14 +87,14 @@ class Gateway:
             {model.name: model.cache_ttl_s for model in settings.models if model.cache_ttl_s is not None},
         )
 
-        pipeline = Pipeline(authenticator, limiter, models, self.answers, server.max_choices)
+        pipeline = Pipeline(authenticator, limiter, self.routes.models, self.answers, server.max_choices)
         clearings = Clearings(self.cache, self.redis, redis.namespace, cache_budget_s) if self.cache else None
         warmer = Warmer(pipeline)
         self.access_log = AccessLog(settings.monitoring.log_format)
         self.metrics = Metrics()
         self.metrics.show(
             Parts(
-                supervised,
+                self.routes,
                 self.connections,
                 lambda: self.lifecycle.active_requests,
                 authenticator,
@@ -129,8 +106,10 @@ class Gateway:
                 self.flights,
             )
         )
-        self.health = Health(supervised, self.lifecycle, self.metrics, self.redis, self._key_set, disk)
-        report = CacheReport(self.answers, self.cache, self.flights, self.metrics, self.redis, lambda: warmer.running)
+        self.health = Health(self.routes, self.lifecycle, self.metrics, self.redis, self._key_set, disk)
+        report = self.report = CacheReport(
+            self.answers, self.cache, self.flights, self.metrics, self.redis, self.routes, lambda: warmer.running
+        )
         cache_parts = CacheParts(pipeline, clearings, report, warmer, server.max_body_bytes, cache.warm_requests_per_s)
         start_up = (
             None
@@ -139,26 +118,24 @@ class Gateway:
                 warmer, cache.warm_file, cache.warm_tenant, cache.warm_requests_per_s, lambda: self.health.is_ready
             )
         )
-        self._parts = [
-            part
-            for part in (
-                *supervised,
-                self.redis,
-                self._counts,
-                self._key_set,
-                disk,
-                self.flights,
-                clearings,
-                report,
-                start_up,
-            )
-            if part is not None
-        ]
+        for part in (
+            self.routes,
+            self.redis,
+            self._counts,
+            self._key_set,
+            disk,
+            self.flights,
+            clearings,
+            report,
+            start_up,
+        ):
+            if part is not None:
+                self._crew.add(part)
 
         inner = self.inner = FastAPI(title="Headrace", version=__version__, openapi_url=None, lifespan=self._lifespan)
         inner.router.redirect_slashes = False
         callers = Callers(authenticator)
-        add_endpoints(inner, models, self.health, self.metrics, callers, cache_parts, started=int(time.time()))
+        add_endpoints(inner, self.routes, self.health, self.metrics, callers, cache_parts, started=int(time.time()))
         Instrumentator(registry=self.metrics.registry, excluded_handlers=["/metrics"]).instrument(
             inner, metric_namespace="headrace"
         )
@@ -178,17 +155,13 @@ class Gateway:
     @asynccontextmanager
     async def _lifespan(self, app: FastAPI) -> AsyncIterator[None]:
         """Engines run from here on; the gateway listens while they start."""
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(self._look_after(part)) for part in self._parts]
+        async with self._crew.at_work():
             yield
-            for task in tasks:
-                task.cancel()
 
-    async def _look_after(self, part: Part) -> None:
-        try:
-            await part.run()
-        except Exception as exc:
-            self.server.fail(exc)
+    @property
+    def engines(self) -> dict[str, SupervisedEngine]:
+        """Those of this process, by their pools' names."""
+        return {engine.name: engine for engine in self.routes.supervised}
 
     async def serve(self) -> None:
         """Serve until told to stop. Raises: SettingsError, or the error for which an engine can never start."""
@@ -198,32 +171,6 @@ class Gateway:
             self.access_log.flush()
         if self.server.failure is not None:
             raise self.server.failure
-
-
-def make_engine(pool: PoolSettings, settings: Settings) -> Engine:
-    if pool.scripted is not None:
-        script = pool.scripted
-        return ScriptedEngine(
-            Script(script.text, script.first_token_s, script.token_s, script.error_after), script.max_model_len
-        )
-    from .engines.embedded import EmbeddedEngine
-
-    options = pool.vllm or {}
-    monitoring = settings.monitoring
-    return EmbeddedEngine(
-        options,
-        names=[model.name for model in settings.offered_models() if model.pool == pool.name],
-        cache_dir=settings.cache_dir,
-        is_builtin=options["model"] == BUILTIN_MODEL,
-        log_config=logging_config(monitoring.log_format, monitoring.log_level, monitoring.engine_log_level),
-    )
-
-
-def revision_of(model: ModelSettings, pool: PoolSettings) -> str:
-    """Differs whenever the settings of what answers do."""
-    options = pool.model_dump(mode="json", include={"engine", "vllm", "scripted"})
-    digest = blake2b(orjson.dumps(options, option=orjson.OPT_SORT_KEYS), digest_size=16).hexdigest()
-    return f"{digest}:{model.revision}"
 
 
 def make_cache(settings: CacheSettings, redis: RedisLink | None, disk: DiskTier | None) -> ResponseCache:

@@ -34,6 +34,10 @@ class Access:
     started: float = field(default_factory=time.perf_counter)
     operation: str | None = None
     model: str | None = None
+    variant: str | None = None
+    replica: str | None = None
+    retries: int = 0
+    fallback: str | None = None
     tenant: str | None = None
     subject: str | None = None
     stream: bool = False
@@ -63,6 +67,14 @@ class Access:
             line["operation"] = self.operation
         if self.model is not None:
             line["model"] = self.model
+        if self.variant is not None:
+            line["variant"] = self.variant
+        if self.replica is not None:
+            line["replica"] = self.replica
+        if self.retries:
+            line["retries"] = self.retries
+        if self.fallback is not None:
+            line["fallback"] = self.fallback
         if self.tenant is not None:
             line["tenant"], line["subject"] = self.tenant, self.subject
         if self.stream:

@@ -16,16 +16,20 @@ from auth.limits import Limiter
 from cache.flight import Flights
 from cache.store import ResponseCache
 from routing.engine import Usage
+from routing.models import Model
+from routing.pool import Pool
 
 from .answers import Answers, Landed
 from .connections import Connections
-from .engines.supervisor import SupervisedEngine
 from .logs import Access
 from .redis_link import RedisLink
+from .routes import Routes
 
 # In seconds; from a cache hit to a long generation.
 BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 
+REPLICA = ("pool", "replica")
+OPENNESS = {"closed": 0.0, "half_open": 0.5, "open": 1.0}
 SAVED_BY = {"hit": "saved_by_cache", "collapsed": "saved_by_singleflight", "resumed": "saved_by_singleflight"}
 
 
@@ -49,7 +53,7 @@ class Seconds:
 
 
 class Requests:
-    """What is counted of one operation's requests for one model."""
+    """What is counted of one operation's requests for one variant of a model."""
 
     __slots__ = ("duration", "outcomes", "tokens", "ttft")
 
@@ -65,13 +69,13 @@ class Metrics:
         self.registry = CollectorRegistry()
         self.requests = 0
         self.failed = 0
-        self._by_label: defaultdict[tuple[str, str], Requests] = defaultdict(Requests)
+        self._by_label: defaultdict[tuple[str, str, str], Requests] = defaultdict(Requests)
         self._hits = 0
         self._hits_s = 0.0
 
     def record(self, access: Access, duration_s: float) -> None:
         """Count a request that has ended. A model that is not configured has no label of its own."""
-        counts = self._by_label[access.operation or "", access.model or ""]
+        counts = self._by_label[access.operation or "", access.model or "", access.variant or ""]
         self.requests += 1
         self.failed += access.outcome == "error"
         counts.outcomes[access.outcome] += 1
@@ -117,7 +121,7 @@ class Metrics:
 class Parts:
     """What has counts of its own."""
 
-    engines: Sequence[SupervisedEngine]
+    routes: Routes
     connections: Connections
     active_requests: Callable[[], int]
     authenticator: Authenticator | Everyone
@@ -130,7 +134,7 @@ class Parts:
 
 
 class _Snapshot(Collector):
-    def __init__(self, parts: Parts, requests: Mapping[tuple[str, str], Requests]) -> None:
+    def __init__(self, parts: Parts, requests: Mapping[tuple[str, str, str], Requests]) -> None:
         self._parts = parts
         self._requests = requests
 
@@ -139,13 +143,15 @@ class _Snapshot(Collector):
         yield from self._of_cache()
         yield from self._of_flights()
         yield from self._of_engines()
+        yield from of_pools([unit.pool for unit in self._parts.routes.pools.values()])
+        yield from of_models(self._parts.routes.models)
         yield from self._of_connections()
         yield from self._of_callers()
         yield from self._of_redis()
         yield from self._of_keys()
 
     def _of_requests(self) -> Iterable[Metric]:
-        labels = ("operation", "model")
+        labels = ("operation", "model", "variant")
         requests = CounterMetricFamily(
             "headrace_requests",
             "Requests to an operation; outcome is ok, refused, error, or disconnected.",
@@ -222,7 +228,7 @@ class _Snapshot(Collector):
         running = GaugeMetricFamily("headrace_engine_running", "Requests that it works on.", labels=["pool"])
         waiting = GaugeMetricFamily("headrace_engine_waiting", "Requests in its queue.", labels=["pool"])
         restarts = CounterMetricFamily("headrace_engine_restarts", "Restarts after it died.", labels=["pool"])
-        for engine in self._parts.engines:
+        for engine in self._parts.routes.supervised:
             up.add_metric([engine.name], float(engine.is_ready))
             running.add_metric([engine.name], engine.load.running)
             waiting.add_metric([engine.name], engine.load.waiting)
@@ -281,3 +287,106 @@ class _Snapshot(Collector):
         refreshes.add_metric(["ok"], status.refreshes - status.failures)
         refreshes.add_metric(["error"], status.failures)
         yield refreshes
+
+
+def of_pools(pools: Iterable[Pool]) -> Iterable[Metric]:
+    ready = GaugeMetricFamily("headrace_replica_up", "1 while its own probes find it well.", labels=REPLICA)
+    in_flight = GaugeMetricFamily("headrace_replica_in_flight", "Requests that it works on.", labels=REPLICA)
+    latency = GaugeMetricFamily(
+        "headrace_replica_latency_seconds",
+        "What the balancer goes by: peak EWMA of the time to a stream's first token (stream), or to a whole answer.",
+        labels=[*REPLICA, "of"],
+    )
+    breaker = GaugeMetricFamily(
+        "headrace_replica_breaker_open", "0 closed, 0.5 half open, 1 open: it gets no requests.", labels=REPLICA
+    )
+    requests = CounterMetricFamily("headrace_replica_requests", "Requests sent to it.", labels=REPLICA)
+    failures = CounterMetricFamily("headrace_replica_failures", "Requests at which it failed.", labels=REPLICA)
+    retries = CounterMetricFamily(
+        "headrace_pool_retries",
+        "Requests sent to another replica; result is made, or refused for want of budget.",
+        labels=["pool", "result"],
+    )
+    waited = CounterMetricFamily(
+        "headrace_pool_waits_for_replica", "Requests that found no replica at first.", labels=["pool"]
+    )
+    admitted = CounterMetricFamily("headrace_admission_admitted", "Requests let through.", labels=["pool"])
+    refused = CounterMetricFamily(
+        "headrace_admission_refused",
+        "Requests refused, by cause: queue_full, shed (for one of higher priority), queue_timeout.",
+        labels=["pool", "cause"],
+    )
+    running = GaugeMetricFamily("headrace_admission_in_flight", "Slots taken.", labels=["pool"])
+    waiting = GaugeMetricFamily("headrace_admission_waiting", "Requests in the queue.", labels=["pool"])
+    waiting_bytes = GaugeMetricFamily("headrace_admission_waiting_bytes", "What they take.", labels=["pool"])
+    wait = CounterMetricFamily(
+        "headrace_admission_wait_seconds", "Time in the queue, of those who got in.", labels=["pool"]
+    )
+    waits = CounterMetricFamily("headrace_admission_waits", "Those who waited and got in.", labels=["pool"])
+    for pool in pools:
+        stats = pool.stats()
+        for replica in stats.replicas:
+            label = [pool.name, replica.name]
+            ready.add_metric(label, float(replica.is_ready))
+            in_flight.add_metric(label, replica.in_flight)
+            breaker.add_metric(label, OPENNESS[replica.state])
+            requests.add_metric(label, replica.requests)
+            failures.add_metric(label, replica.failures)
+            for kind, seconds in (("stream", replica.ttft_s), ("answer", replica.answer_s)):
+                if seconds is not None:
+                    latency.add_metric([*label, kind], seconds)
+        retries.add_metric([pool.name, "made"], stats.retries)
+        retries.add_metric([pool.name, "refused"], stats.retries_refused)
+        waited.add_metric([pool.name], stats.waited)
+        admission = stats.admission
+        admitted.add_metric([pool.name], admission.admitted)
+        for cause, count in admission.refused.items():
+            refused.add_metric([pool.name, cause], count)
+        running.add_metric([pool.name], admission.in_flight)
+        waiting.add_metric([pool.name], admission.waiting)
+        waiting_bytes.add_metric([pool.name], admission.waiting_bytes)
+        wait.add_metric([pool.name], admission.waited_s)
+        waits.add_metric([pool.name], admission.waited)
+    yield from (ready, in_flight, latency, breaker, requests, failures, retries, waited)
+    yield from (admitted, refused, running, waiting, waiting_bytes, wait, waits)
+
+
+def of_models(models: Iterable[Model]) -> Iterable[Metric]:
+    share = GaugeMetricFamily(
+        "headrace_variant_share", "Of its model's requests, what falls to a variant.", labels=["model", "variant"]
+    )
+    rolled_back = GaugeMetricFamily(
+        "headrace_canary_rolled_back", "1 while a guardrail keeps requests from it.", labels=["model", "variant"]
+    )
+    copies = CounterMetricFamily(
+        "headrace_shadow_requests",
+        "Copies for a shadow; outcome is answered, dropped, or the kind of error.",
+        labels=["model", "variant", "outcome"],
+    )
+    compared = CounterMetricFamily(
+        "headrace_shadow_compared", "Its answers that were compared.", labels=["model", "variant"]
+    )
+    identical = CounterMetricFamily(
+        "headrace_shadow_identical", "Those with the same text.", labels=["model", "variant"]
+    )
+    difference = GaugeMetricFamily(
+        "headrace_shadow_difference", "Mean difference of the texts, from 0 to 1.", labels=["model", "variant"]
+    )
+    for model in models:
+        if model.has_variants:
+            for name, value in model.split.weights().items():
+                share.add_metric([model.name, name], value)
+        if model.guardrail is not None:
+            label = [model.name, model.guardrail.rules.variant]
+            rolled_back.add_metric(label, float(model.guardrail.state == "rolled_back"))
+        if model.shadow is not None:
+            label = [model.name, model.shadow.variant.name]
+            stats = model.shadow.stats()
+            outcomes = {"answered": stats.answered, "dropped": stats.dropped, **stats.errors}
+            for outcome, count in outcomes.items():
+                copies.add_metric([*label, outcome], count)
+            compared.add_metric(label, stats.compared)
+            identical.add_metric(label, stats.identical)
+            if stats.difference_mean is not None:
+                difference.add_metric(label, stats.difference_mean)
+    yield from (share, rolled_back, copies, compared, identical, difference)

@@ -1,7 +1,8 @@
 """The walk of a request, in the order of its steps; it knows nothing of HTTP but two headers' meaning."""
 
+import re
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from hashlib import blake2b
 from typing import Any, NamedTuple
 
@@ -12,7 +13,8 @@ from cache.flight import LogEvent, seated
 from cache.key import Question
 from cache.store import Hit
 from routing.engine import Usage
-from routing.models import Models
+from routing.models import Model, Models
+from routing.split import Variant, sticky_key
 
 from .answers import Answers, Landed, Place, Renamer, Wanted, replayed, usage_in
 from .bodies import parse
@@ -23,6 +25,11 @@ from .logs import Access
 from .operations import Operation
 
 MAX_KNOWN = 10_000
+CHOOSE = "routing:choose"
+TRACEPARENT = re.compile(rb"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")  # W3C Trace Context, section 3.2
+MAX_TRACESTATE_BYTES = 512
+
+Headers = Mapping[bytes, bytes]
 
 
 class Caller(NamedTuple):
@@ -48,6 +55,7 @@ class Pipeline:
         self._max_choices = max_choices
         # A request that is the same to the byte is not read again.
         self._known: dict[Asked, Known] = {}
+        self._known_of = models.generation
 
     async def admit(self, operation: Operation, exchange: Exchange, hit: Hit | None = None) -> Caller:
         """Let the caller in for one request, which is counted until its admission is settled; one that was answered by
@@ -70,11 +78,21 @@ class Pipeline:
         principal = exchange.principal = self._authenticator.recall(exchange.headers.get(b"authorization"))
         if principal is None or operation.scope not in principal.scopes:
             return None
-        asked = exchange.asked = (operation.name, principal.tenant, principal.subject, principal.models, digest(body))
+        asked = exchange.asked = (
+            operation.name,
+            principal.tenant,
+            principal.subject,
+            principal.models,
+            exchange.headers.get(b"x-session-id"),
+            digest(body),
+        )
+        if self._known_of != self._models.generation:
+            self._known_of = self._models.generation
+            self._known.clear()
         known = exchange.known = self._known.get(asked)
         hit = None
         if known is not None:
-            access.model = known.model
+            access.model, access.variant = known.model, known.variant
             hit = self._answers.at_hand(known.key)
         if hit is None and (known is None or not self._answers.has_lower):
             wanted = self.understand(operation, exchange, body, principal, SILENT)
@@ -103,10 +121,10 @@ class Pipeline:
     def use(self, exchange: Exchange, hit: Hit) -> None:
         """Take what was looked up for the answer, and remember the request."""
         asked, wanted = exchange.asked, exchange.wanted
-        if exchange.known is None and asked is not None and wanted is not None and not wanted.stream:
+        if exchange.known is None and asked is not None and wanted is not None and is_memorable(wanted):
             if len(self._known) >= MAX_KNOWN:
                 self._known.clear()
-            self._known[asked] = Known(self._answers.key(wanted), wanted.model.name)
+            self._known[asked] = Known(self._answers.key(wanted), wanted.model.name, wanted.access.variant)
         self._answers.note_hit(exchange.access, hit)
 
     def understand(
@@ -119,8 +137,8 @@ class Pipeline:
     ) -> Wanted:
         """Raises: as `prepare`."""
         if exchange.wanted is None:
-            last_event_id = exchange.headers.get(b"last-event-id")
-            wanted = self.prepare(operation, parse(body), principal, control, last_event_id, exchange.access)
+            wanted = self.prepare(operation, parse(body), principal, control, exchange.headers, exchange.access)
+            wanted.size_bytes = len(body)
             if exchange.known is not None:
                 wanted.key, wanted.is_looked_up = exchange.known.key, True
             exchange.wanted = wanted
@@ -132,12 +150,12 @@ class Pipeline:
         document: Any,
         principal: Principal,
         control: CacheControl,
-        last_event_id: bytes | None,
+        headers: Headers,
         access: Access,
     ) -> Wanted:
         """Understand the request, without waiting for anything.
 
-        Raises: InvalidRequest, ModelNotAllowed, ModelNotFound.
+        Raises: InvalidRequest, ModelNotAllowed, ModelNotFound, VariantNotFound, InsufficientScope.
         """
         if not isinstance(document, dict):
             raise InvalidRequest("The body must be a JSON object.")
@@ -153,17 +171,53 @@ class Pipeline:
         principal.check_model(name, exists=name in self._models)
         model = self._models.find(name)
         access.model, access.stream = model.name, stream
+        variant = self._choose_variant(model, principal, headers, access.request_id)
+        if model.has_variants:
+            access.variant = variant.name
         options = body.pop("stream_options", {})
         if not isinstance(options, dict):
             raise InvalidRequest("`stream_options` must be an object.", "stream_options")
         question = Question(
-            operation.name, body, model.name, model.revision, principal.tenant, principal.subject, control.asks
+            operation.name, body, model.name, variant.revision, principal.tenant, principal.subject, control.asks
         )
         obstacle = self._answers.obstacle(question, control, options)
         # The gateway counts tokens; a caller who did not ask for the usage event does not see it.
         tells_usage = bool(options.get("include_usage"))
         return Wanted(
-            operation.name, model, body, stream, tells_usage, question, obstacle, control, last_event_id, access
+            operation.name,
+            model,
+            variant,
+            body,
+            stream,
+            tells_usage,
+            question,
+            obstacle,
+            control,
+            headers.get(b"last-event-id"),
+            access,
+            principal.priority,
+            b"" if variant.hash_by is None else affinity_of(variant.hash_by, principal, headers),
+            trace_of(headers) if b"traceparent" in headers else (),
+        )
+
+    def _choose_variant(self, model: Model, principal: Principal, headers: Headers, request_id: str) -> Variant:
+        """Raises: InsufficientScope, VariantNotFound."""
+        asked = headers.get(b"x-headrace-variant")
+        if asked is not None:
+            principal.check_scope(CHOOSE)
+            return model.split.named(asked.decode("latin-1"))
+        if not model.has_variants:
+            return model.split.choose(b"")
+        session = headers.get(b"x-session-id")
+        return model.split.choose(
+            lambda: sticky_key(
+                model.sticky_by,
+                model.name,
+                principal.tenant,
+                principal.subject,
+                None if session is None else session.decode("latin-1"),
+                request_id,
+            )
         )
 
     def _check_choices(self, operation: Operation, body: dict[str, Any]) -> None:
@@ -239,10 +293,39 @@ class Pipeline:
         """Charge the caller, before the last byte leaves: who has read it may call again at once. What an engine did is
         charged once: to the one who waits longest, and when that one leaves, the rest to the next."""
         due = place.flight.bill() if place.pays else 0
-        tally = wanted.tally
-        if wanted.access.usage is None and tally.prompt_tokens + tally.completion_tokens:
-            wanted.access.usage = Usage(tally.prompt_tokens, tally.completion_tokens)
+        tally, access = wanted.tally, wanted.access
+        access.replica, access.retries, access.fallback = tally.replica, tally.retries, tally.fallback
+        if access.usage is None and tally.prompt_tokens + tally.completion_tokens:
+            access.usage = Usage(tally.prompt_tokens, tally.completion_tokens)
         await caller.admission.settle(due)
+
+
+def is_memorable(wanted: Wanted) -> bool:
+    """Whether the same bytes mean the same: not where each request is dealt a variant anew."""
+    return not wanted.stream and not (wanted.model.has_variants and wanted.model.sticky_by == "request")
+
+
+def affinity_of(hash_by: str, principal: Principal, headers: Headers) -> bytes:
+    """What keeps this caller's calls together on a replica; empty: nothing does."""
+    tenant = principal.tenant.encode(errors="surrogatepass")
+    if hash_by == "tenant":
+        return tenant
+    if hash_by != "session":
+        return headers.get(hash_by.lower().encode(), b"")
+    session = headers.get(b"x-session-id")
+    if session is None:
+        session = principal.subject.encode(errors="surrogatepass")
+    return b"%d:%b%b" % (len(tenant), tenant, session)
+
+
+def trace_of(headers: Headers) -> tuple[tuple[bytes, bytes], ...]:
+    """The caller's W3C trace context, to be sent on; empty if it is none."""
+    parent, state = headers[b"traceparent"], headers.get(b"tracestate", b"")
+    if not TRACEPARENT.fullmatch(parent):
+        return ()
+    if not state or len(state) > MAX_TRACESTATE_BYTES:
+        return ((b"traceparent", parent),)
+    return (b"traceparent", parent), (b"tracestate", state)
 
 
 def digest(body: bytes) -> bytes:

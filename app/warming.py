@@ -132,7 +132,7 @@ class Warmer:
         access = Access("warming", "POST", item.operation.path)
         body = {name: value for name, value in item.body.items() if name not in ("stream", "stream_options")}
         wanted = self._pipeline.prepare(
-            item.operation, body, principal, SILENT._replace(max_age_s=float("inf")), None, access
+            item.operation, body, principal, SILENT._replace(max_age_s=float("inf")), {}, access
         )
         if wanted.obstacle is not None:
             raise InvalidRequest(f"Such a request is not cached: {wanted.obstacle}.")

@@ -154,9 +154,10 @@ class Assembly:
         self.choices: dict[int, Choice] = {}
         self._body = "delta" if is_chat else "text"
 
-    def add(self, data: bytes) -> None:
-        """Take the payload of one event. Raises: ValueError when it is not a chunk of this operation."""
-        chunk = orjson.loads(data)
+    def add(self, payload: bytes | dict[str, Any]) -> None:
+        """Take the payload of one event, or what it decodes to. Raises: ValueError when it is not a chunk of this
+        operation."""
+        chunk = payload if isinstance(payload, dict) else orjson.loads(payload)
         try:
             self.add_chunk(chunk)
         except (AttributeError, KeyError, TypeError) as exc:

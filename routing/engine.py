@@ -16,37 +16,51 @@ class Usage:
 
 @dataclass(slots=True)
 class Tally:
-    """Tokens that the engine has worked on for a call so far; it counts them itself, so that a call that is cut short
-    can be charged."""
+    """What became of a call so far. The engine counts the tokens that it has worked on itself, so that a call that is
+    cut short can be charged. `replica` is the one that answers, or was the last to try; `fallback` the pool that
+    stepped in."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
+    replica: str | None = None
+    retries: int = 0
+    fallback: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One request for an engine. `body` is the OpenAI request, decoded and without nulls; it is not to be changed."""
+    """One request for an engine. `body` is the OpenAI request, decoded and without nulls; it is not to be changed.
+    `affinity` is what keeps calls together on a replica, `trace` the W3C trace context as headers; `size_bytes` says
+    how much the request holds while it waits."""
 
     operation: str
     model: str
     body: dict[str, Any]
     request_id: str
     tally: Tally = field(default_factory=Tally)
+    tenant: str = ""
+    priority: int = 0
+    affinity: bytes = b""
+    trace: tuple[tuple[bytes, bytes], ...] = ()
+    size_bytes: int = 0
 
 
 class Answer(NamedTuple):
-    """A whole answer: a JSON document as it goes to the caller."""
+    """A whole answer: a JSON document as it goes to the caller, and, of an engine that has it, the same decoded."""
 
     body: bytes
     usage: Usage | None
+    document: dict[str, Any] | None = None
 
 
 class Event(NamedTuple):
-    """One server-sent event; `data` is its payload without framing. The event that only tells usage carries it."""
+    """One server-sent event; `data` is its payload without framing, `document` the same decoded, of an engine that has
+    it. The event that only tells usage carries it."""
 
     data: bytes
     name: str | None = None
     usage: Usage | None = None
+    document: dict[str, Any] | None = None
 
 
 @dataclass(slots=True)

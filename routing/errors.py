@@ -43,6 +43,34 @@ class EngineDied(EngineError):
     """The engine is gone, and every request with it."""
 
 
+class EngineTimeout(EngineError):
+    """The engine took too long. `phase` is what did: connect, first_byte, between_chunks, or total."""
+
+    def __init__(self, phase: str, limit_s: float) -> None:
+        what = {
+            "connect": "could not be connected to",
+            "first_byte": "did not begin to answer",
+            "between_chunks": "stopped in the middle of its answer",
+            "total": "did not end its answer",
+        }
+        super().__init__(f"The engine {what[phase]} within {limit_s:g} s.")
+        self.phase = phase
+
+
+class EngineUnreachable(EngineError):
+    """No connection to the engine could be made; `retry_after_s` is a guess."""
+
+    retry_after_s = 1.0
+
+
+class EngineOverloaded(EngineError):
+    """The engine has too much to do, as it says itself. `retry_after_s` is its own word, or None."""
+
+    def __init__(self, retry_after_s: float | None) -> None:
+        super().__init__("The engine behind this model has too much to do.")
+        self.retry_after_s = retry_after_s
+
+
 class EngineUnavailable(EngineError):
     """The engine cannot take requests now; `retry_after_s` is the best guess of when it will."""
 

@@ -1,25 +1,43 @@
-"""The models callers can name, and the engine behind each."""
+"""The models callers can name, and the variants that stand behind each."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from .engine import Answerer
 from .errors import ModelNotFound
+from .guardrails import Guardrail
+from .shadow import Shadow
+from .split import Split, StickyBy
 
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A public name, and the pool that answers for it. Another `revision` gives other answers."""
+    """A public name, and who shares its requests. `has_variants`: callers are told which one answers."""
 
     name: str
-    pool: str
-    engine: Answerer
-    revision: str = ""
+    split: Split
+    sticky_by: StickyBy = "subject"
+    has_variants: bool = False
+    guardrail: Guardrail | None = None
+    shadow: Shadow | None = None
 
 
 class Models:
+    """`generation` is another one whenever requests may fall to other variants than before."""
+
     def __init__(self, models: Mapping[str, Model]) -> None:
+        self._reloads = 0
+        self._models: dict[str, Model] = {}
+        self.replace(models)
+
+    @property
+    def generation(self) -> tuple[int, int]:
+        return self._reloads, sum(model.split.generation for model in self._guarded)
+
+    def replace(self, models: Mapping[str, Model]) -> None:
+        """Swap all of them at once; requests that have found one keep it."""
+        self._reloads += 1
         self._models = dict(models)
+        self._guarded = [model for model in models.values() if model.guardrail is not None]
 
     def __iter__(self) -> Iterator[Model]:
         return iter(self._models.values())

@@ -148,7 +148,7 @@ async def test_who_may_not_is_refused_as_ever_and_everything_is_counted_once() -
             'headrace_cache_answers_total{outcome="hit",tier="memory"} 2.0',
             'headrace_cache_answers_total{outcome="miss",tier=""} 1.0',
             'headrace_cache_lookups_total{result="miss",tier="memory"} 1.0',
-            'headrace_requests_total{model="demo",operation="chat.completions",outcome="ok"} 3.0',
+            'headrace_requests_total{model="demo",operation="chat.completions",outcome="ok",variant=""} 3.0',
         ):
             assert line in metrics
 

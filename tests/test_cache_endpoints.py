@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from app.cache_report import CacheReport
 from app.engines.scripted import Gate, Script
 from cache.entry import Selection
 
@@ -174,7 +173,7 @@ async def test_stats_are_what_was_measured(tmp_path: Path, redis: RedisServer, m
 
 
 async def test_fall_of_the_hit_rate_is_told(client: Client) -> None:
-    report = next(part for part in client.gateway._parts if isinstance(part, CacheReport))
+    report = client.gateway.report
     for _ in range(150):
         await client.post(ASK)
     report._samples.clear()

@@ -355,8 +355,8 @@ async def test_hits_are_marked_in_the_log_and_the_metrics(client: Client, capsys
         'headrace_cache_answers_total{outcome="bypass",tier=""} 1.0',
         'headrace_cache_lookups_total{result="hit",tier="memory"} 2.0',
         'headrace_cache_entries{tier="memory"} 1.0',
-        'headrace_tokens_total{kind="saved_by_cache",model="demo",operation="chat.completions"} 16.0',
-        'headrace_tokens_total{kind="completion",model="demo",operation="chat.completions"} 10.0',
+        'headrace_tokens_total{kind="saved_by_cache",model="demo",operation="chat.completions",variant=""} 16.0',
+        'headrace_tokens_total{kind="completion",model="demo",operation="chat.completions",variant=""} 10.0',
     ):
         assert line in metrics, line
 

@@ -70,9 +70,9 @@ async def test_metrics_count_requests_tokens_and_outcomes(client: Client) -> Non
     await client.until_idle()
     text = (await client.http.get("/metrics")).text
     labels = 'model="demo",operation="chat.completions"'
-    assert f'headrace_requests_total{{{labels},outcome="ok"}} 2.0' in text
-    assert f'headrace_tokens_total{{kind="completion",{labels}}} 10.0' in text
-    assert f"headrace_time_to_first_token_seconds_count{{{labels}}} 1.0" in text
+    assert f'headrace_requests_total{{{labels},outcome="ok",variant=""}} 2.0' in text
+    assert f'headrace_tokens_total{{kind="completion",{labels},variant=""}} 10.0' in text
+    assert f'headrace_time_to_first_token_seconds_count{{{labels},variant=""}} 1.0' in text
     assert 'headrace_engine_up{pool="demo"} 1.0' in text
 
 

@@ -64,6 +64,10 @@ class SupervisedEngine:
     def load(self) -> Load:
         return self._engine.load
 
+    def unavailable(self) -> EngineUnavailable:
+        """What callers are told while it is not there."""
+        return self._unavailable()
+
     def status(self) -> EngineStatus:
         return EngineStatus(
             state=self._state,

@@ -3,20 +3,23 @@
 from .auth import ApiKeySettings, AuthSettings, JwtSettings, LimitSettings, QuotaSettings
 from .cache import CacheSettings, RedisSettings
 from .loading import SettingsError, caller_token, dump_settings, load_settings
-from .section import Section
-from .server import ServerSettings
-from .tree import (
+from .routing import (
     BUILTIN_MODEL,
     BUILTIN_MODEL_NAME,
+    AdmissionSettings,
     ModelSettings,
     PoolSettings,
-    Settings,
-    default_cache_dir,
+    RemoteSettings,
+    VariantSettings,
 )
+from .section import Section
+from .server import ServerSettings
+from .tree import Settings, default_cache_dir
 
 __all__ = [
     "BUILTIN_MODEL",
     "BUILTIN_MODEL_NAME",
+    "AdmissionSettings",
     "ApiKeySettings",
     "AuthSettings",
     "CacheSettings",
@@ -26,10 +29,12 @@ __all__ = [
     "PoolSettings",
     "QuotaSettings",
     "RedisSettings",
+    "RemoteSettings",
     "Section",
     "ServerSettings",
     "Settings",
     "SettingsError",
+    "VariantSettings",
     "caller_token",
     "default_cache_dir",
     "dump_settings",

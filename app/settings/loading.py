@@ -18,7 +18,8 @@ import tomli_w
 from pydantic import ValidationError
 
 from .auth import KEY_SOURCES
-from .tree import BUILTIN_MODEL, DEVELOPMENT_SECRET, Settings, default_cache_dir
+from .routing import BUILTIN_MODEL
+from .tree import DEVELOPMENT_SECRET, Settings, default_cache_dir
 
 ENV_PREFIX = "HEADRACE__"
 DEFAULT_FILE = Path("headrace.toml")

@@ -8,72 +8,11 @@ from pydantic import Field, model_validator
 
 from .auth import AuthSettings, LimitSettings
 from .cache import CacheSettings, SingleflightSettings
+from .routing import AdmissionSettings, ModelSettings, PoolSettings
 from .section import Section
 from .server import ServerSettings
 
-BUILTIN_MODEL = "builtin"
-BUILTIN_MODEL_NAME = "SmolLM2-135M-Instruct"
 DEVELOPMENT_SECRET = "development-secret"
-
-
-class ScriptedSettings(Section):
-    text: str = "The water runs down the headrace and turns the wheel."
-    """What it answers to everything."""
-    first_token_s: float = Field(0.0, ge=0)
-    """Seconds before the first token."""
-    token_s: float = Field(0.0, ge=0)
-    """Seconds between tokens."""
-    error_after: int | None = Field(None, ge=0)
-    """Fail after so many tokens; 0 fails before the first."""
-    max_model_len: int = Field(8192, ge=1)
-    """Longest prompt, in words."""
-
-
-class PoolSettings(Section):
-    name: str = Field(min_length=1)
-    """Name in logs, metrics, and health."""
-    engine: Literal["vllm", "scripted"]
-    """`vllm`: an engine inside this process. `scripted`: fixed answers, for tests and demonstrations."""
-    vllm: dict[str, Any] | None = None
-    """Options of the engine, by vLLM's own names. `model = "builtin"` is the model that comes with Headrace."""
-    scripted: ScriptedSettings | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _own_options_are_there(cls, data: Any) -> Any:
-        if isinstance(data, dict) and data.get("engine") in ("vllm", "scripted"):
-            return {data["engine"]: {}, **data}
-        return data
-
-    @model_validator(mode="after")
-    def _only_its_own_options(self) -> Self:
-        other = "vllm" if self.engine == "scripted" else "scripted"
-        if getattr(self, other) is not None:
-            raise ValueError(f"{other}: not for a pool with engine = {self.engine!r}")
-        if self.vllm is not None and not self.vllm.get("model"):
-            raise ValueError("a pool with engine = 'vllm' needs vllm.model")
-        return self
-
-    @property
-    def model_name(self) -> str:
-        """The name under which a pool is offered when no [[models]] says otherwise."""
-        if self.vllm is None:
-            return self.name
-        served = self.vllm.get("served_model_name") or self.vllm["model"]
-        name = served[0] if isinstance(served, list) else str(served)
-        return BUILTIN_MODEL_NAME if name == BUILTIN_MODEL else name
-
-
-class ModelSettings(Section):
-    name: str = Field(min_length=1)
-    """What callers put into `model`."""
-    pool: str
-    """The pool that answers."""
-    revision: str = ""
-    """Of what stands behind the name: another one leaves the answers cached so far behind. A change of the pool's
-    options does so by itself."""
-    cache_ttl_s: float | None = Field(None, gt=0)
-    """Seconds that this model's answers are good for."""
 
 
 class MonitoringSettings(Section):
@@ -98,6 +37,7 @@ class Settings(Section):
     models: tuple[ModelSettings, ...] = ()
     """Names for callers. Without any, each pool is offered under the name of what it serves."""
     pools: tuple[PoolSettings, ...] = ()
+    admission: AdmissionSettings = AdmissionSettings()
     monitoring: MonitoringSettings = MonitoringSettings()
 
     @model_validator(mode="before")
@@ -115,15 +55,34 @@ class Settings(Section):
         ):
             if twice := {name for name in names if names.count(name) > 1}:
                 raise ValueError(f"{what}: {sorted(twice)[0]!r} is there twice")
-        pools = {pool.name for pool in self.pools}
-        for model in self.models:
-            if model.pool not in pools:
-                raise ValueError(f"models: {model.name!r} names the pool {model.pool!r}, which is not configured")
+        self._check_pools()
         if self.singleflight.scope == "cluster" and self.cache.redis.url is None:
             raise ValueError("singleflight.scope: 'cluster' needs cache.redis.url")
-        if unused := pools - {model.pool for model in self.offered_models()}:
-            raise ValueError(f"pools: no model uses {sorted(unused)[0]!r}")
         return self
+
+    def _check_pools(self) -> None:
+        """Raise ValueError unless each pool that is named exists, and each that exists is named."""
+        pools = {pool.name for pool in self.pools}
+        models = {model.name for model in self.offered_models()}
+        named = [(f"models: {model.name!r}", name) for model in self.offered_models() for name in model.pools]
+        for model in self.models:
+            for fallback in model.fallback:
+                if fallback.pool is not None:
+                    named.append((f"models: the fallback of {model.name!r}", fallback.pool))
+                elif fallback.model not in models - {model.name}:
+                    raise ValueError(
+                        f"models: the fallback of {model.name!r} names the model {fallback.model!r}, which is no other "
+                        "configured one"
+                    )
+        named += [(f"pools: {pool.name!r}", pool.spill_over.pool) for pool in self.pools if pool.spill_over]
+        for who, name in named:
+            if name not in pools:
+                raise ValueError(f"{who} names the pool {name!r}, which is not configured")
+        if unused := pools - {name for _, name in named}:
+            raise ValueError(f"pools: no model uses {sorted(unused)[0]!r}")
+        for pool in self.pools:
+            if pool.spill_over is not None and pool.spill_over.pool == pool.name:
+                raise ValueError(f"pools: {pool.name!r} spills over into itself")
 
     @model_validator(mode="after")
     def _open_doors_face_inwards(self) -> Self:

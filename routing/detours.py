@@ -1,0 +1,172 @@
+"""Ways around a pool: others that step in when it cannot answer, or when it has too much to do."""
+
+import logging
+import time
+from collections import Counter
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Literal
+
+from .admission import Overloaded
+from .engine import Answer, Answerer, Call, Event
+from .errors import (
+    ContextLengthExceeded,
+    EngineDied,
+    EngineError,
+    EngineOverloaded,
+    EngineTimeout,
+    EngineUnavailable,
+    EngineUnreachable,
+    RoutingError,
+)
+
+logger = logging.getLogger("headrace")
+
+Cause = Literal["unavailable", "overloaded", "timeout", "error", "context_length"]
+
+
+def cause_of(error: RoutingError) -> Cause | None:
+    """None: another pool would fare no better."""
+    match error:
+        case EngineOverloaded() | Overloaded():
+            return "overloaded"
+        case EngineUnavailable() | EngineUnreachable() | EngineDied():
+            return "unavailable"
+        case EngineTimeout():
+            return "timeout"
+        case EngineError():
+            return "error"
+        case ContextLengthExceeded():
+            return "context_length"
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class Fallback:
+    """Who steps in, under which name, and when."""
+
+    name: str
+    engine: Answerer
+    causes: frozenset[str]
+
+
+class WithFallbacks:
+    """Asks the fallbacks, one after the other, when `first` does not answer, for the causes that each is for. After the
+    first event nobody steps in."""
+
+    def __init__(self, first: Answerer, fallbacks: Sequence[Fallback]) -> None:
+        self._first = first
+        self._fallbacks = tuple(fallbacks)
+        self.taken: Counter[tuple[str, str]] = Counter()  # by fallback, and cause
+
+    async def answer(self, call: Call) -> Answer:
+        """Raises: what the last one asked does."""
+        try:
+            return await self._first.answer(call)
+        except RoutingError as exc:
+            error = exc
+        for fallback in self._fallbacks:
+            if self._takes(fallback, error, call):
+                try:
+                    return await fallback.engine.answer(call)
+                except RoutingError as exc:
+                    error = exc
+        raise error
+
+    async def stream(self, call: Call) -> AsyncGenerator[Event, None]:
+        """Raises: what the last one asked does."""
+        has_begun = False
+        error: RoutingError | None = None
+        for fallback in (None, *self._fallbacks):
+            if fallback is not None and (error is None or not self._takes(fallback, error, call)):
+                continue
+            engine = self._first if fallback is None else fallback.engine
+            try:
+                async with aclosing(engine.stream(call)) as events:
+                    async for event in events:
+                        has_begun = True
+                        yield event
+                return
+            except RoutingError as exc:
+                error = exc
+                if has_begun:
+                    raise
+        if error is not None:
+            raise error
+
+    def _takes(self, fallback: Fallback, error: RoutingError, call: Call) -> bool:
+        cause = cause_of(error)
+        if cause is None or cause not in fallback.causes:
+            return False
+        self.taken[fallback.name, cause] += 1
+        call.tally.fallback = fallback.name
+        return True
+
+
+class SpillOver:
+    """Sends requests to `other` while the engine's own queue is long: from `above` requests in it on, until there are
+    as few as `until`. `waiting` tells how long it is."""
+
+    def __init__(
+        self, name: str, first: Answerer, other: Answerer, waiting: Callable[[], int], above: int, until: int
+    ) -> None:
+        self._name = name
+        self._first = first
+        self._other = other
+        self._waiting = waiting
+        self._above, self._until = above, until
+        self.is_spilling = False
+        self.spilled = 0
+
+    async def answer(self, call: Call) -> Answer:
+        return await self._choose().answer(call)
+
+    def stream(self, call: Call) -> AsyncGenerator[Event, None]:
+        return self._choose().stream(call)
+
+    def _choose(self) -> Answerer:
+        waiting = self._waiting()
+        if self.is_spilling != (waiting > (self._until if self.is_spilling else self._above)):
+            self.is_spilling = not self.is_spilling
+            logger.info("pool %s: %s", self._name, "spills over" if self.is_spilling else "takes all requests again")
+        if not self.is_spilling:
+            return self._first
+        self.spilled += 1
+        return self._other
+
+
+class Watched:
+    """Tells a guardrail how each call went: whether it failed, and its seconds to the first token of a stream."""
+
+    def __init__(self, engine: Answerer, record: Callable[[bool, float | None], None]) -> None:
+        self._engine = engine
+        self._record = record
+
+    async def answer(self, call: Call) -> Answer:
+        try:
+            answer = await self._engine.answer(call)
+        except RoutingError as exc:
+            self._note(exc, None)
+            raise
+        self._record(False, None)
+        return answer
+
+    async def stream(self, call: Call) -> AsyncGenerator[Event, None]:
+        began = time.monotonic()
+        ttft_s: float | None = None
+        try:
+            async with aclosing(self._engine.stream(call)) as events:
+                async for event in events:
+                    if ttft_s is None:
+                        ttft_s = time.monotonic() - began
+                    yield event
+        except RoutingError as exc:
+            self._note(exc, ttft_s)
+            raise
+        self._record(False, ttft_s)
+
+    def _note(self, error: RoutingError, ttft_s: float | None) -> None:
+        """A request that is wrong says nothing of who refuses it."""
+        if isinstance(error, EngineError | Overloaded):
+            self._record(True, ttft_s)

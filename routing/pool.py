@@ -1,0 +1,212 @@
+"""A pool of replicas, any of which may answer: who does, and who does next when one fails."""
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator, Iterable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+
+from .admission import Admission, AdmissionStats
+from .balance import Balancer
+from .engine import Answer, Call, Event
+from .errors import (
+    EngineError,
+    EngineOverloaded,
+    EngineTimeout,
+    EngineUnavailable,
+    RoutingError,
+)
+from .replica import Lease, Replica, ReplicaStats
+
+logger = logging.getLogger("headrace")
+
+LOOK_S = 0.05  # how often a request that waits for a replica looks for one
+REST_S = 1.0  # of a replica that is overloaded and does not say for how long
+NO_REPLICA_RETRY_S = 2.0
+
+
+class RetryBudget:
+    """Retries as a share of requests, as Finagle's RetryBudget: each request brings `share` of a retry, each retry
+    takes one. `reserve` are there at the start and saved up at most, so that a pool that is asked little can retry."""
+
+    def __init__(self, share: float, reserve: float = 10.0) -> None:
+        self._share = share
+        self._reserve = reserve
+        self._balance = reserve if share > 0 else 0.0
+
+    def deposit(self) -> None:
+        self._balance = min(self._balance + self._share, self._reserve)
+
+    def withdraw(self) -> bool:
+        """Whether a retry is within the budget; it is taken from it then."""
+        if self._balance < 1.0:
+            return False
+        self._balance -= 1.0
+        return True
+
+
+@dataclass(frozen=True, slots=True)
+class PoolStats:
+    """Counts since the start. `waited` are requests that found no replica at first."""
+
+    replicas: tuple[ReplicaStats, ...]
+    admission: AdmissionStats
+    retries: int
+    retries_refused: int
+    waited: int
+
+
+class Pool:
+    """Answers by one of its replicas. `ready_wait_s`: how long a request waits for one when none can be asked;
+    `max_retries`: further replicas that one request may be sent to."""
+
+    def __init__(
+        self,
+        name: str,
+        balancer: Balancer,
+        admission: Admission,
+        budget: RetryBudget,
+        ready_wait_s: float,
+        max_retries: int,
+    ) -> None:
+        self.name = name
+        self.balancer = balancer
+        self.admission = admission
+        self._budget = budget
+        self._ready_wait_s = ready_wait_s
+        self._max_retries = max_retries
+        # Mutable state; `use` changes the replicas.
+        self.replicas: tuple[Replica, ...] = ()
+        self._retries = self._retries_refused = self._waited = 0
+
+    @property
+    def is_ready(self) -> bool:
+        return any(replica.is_available for replica in self.replicas)
+
+    @property
+    def in_flight(self) -> int:
+        return sum(replica.in_flight for replica in self.replicas)
+
+    def use(self, replicas: Iterable[Replica]) -> None:
+        """Send requests to these from now on; those under way elsewhere go on."""
+        self.replicas = tuple(replicas)
+
+    def stats(self) -> PoolStats:
+        return PoolStats(
+            tuple(replica.stats() for replica in self.replicas),
+            self.admission.stats(),
+            self._retries,
+            self._retries_refused,
+            self._waited,
+        )
+
+    async def answer(self, call: Call) -> Answer:
+        """Raises: Overloaded, EngineUnavailable, and what the replicas raise."""
+        admission = self.admission
+        if not admission.try_enter(call.tenant):
+            await admission.enter(call.priority, call.tenant, call.size_bytes)
+        try:
+            self._budget.deposit()
+            tried: tuple[Replica, ...] = ()
+            while True:
+                replica = self._choose(call, False, tried) or await self._wait_for_one(call, False)
+                call.tally.replica = replica.name
+                with replica.acquire(False) as lease:
+                    try:
+                        answer = await replica.backend.answer(call)
+                    except RoutingError as exc:
+                        judge(exc, lease, replica)
+                        error = exc
+                    else:
+                        lease.succeed()
+                        return answer
+                tried = (*tried, replica)
+                if not self._may_retry(error, call, tried):
+                    raise error
+        finally:
+            admission.leave(call.tenant)
+
+    async def stream(self, call: Call) -> AsyncGenerator[Event, None]:
+        """The same, event by event; once there was one, nothing is tried again."""
+        admission = self.admission
+        if not admission.try_enter(call.tenant):
+            await admission.enter(call.priority, call.tenant, call.size_bytes)
+        try:
+            self._budget.deposit()
+            tried: tuple[Replica, ...] = ()
+            has_begun = False
+            while True:
+                replica = self._choose(call, True, tried) or await self._wait_for_one(call, True)
+                call.tally.replica = replica.name
+                with replica.acquire(True) as lease:
+                    try:
+                        async with aclosing(replica.backend.stream(call)) as events:
+                            async for event in events:
+                                if not has_begun:
+                                    has_begun = True
+                                    lease.first_token()
+                                yield event
+                    except RoutingError as exc:
+                        judge(exc, lease, replica)
+                        error = exc
+                    else:
+                        lease.succeed()
+                        return
+                tried = (*tried, replica)
+                if has_begun or not self._may_retry(error, call, tried):
+                    raise error
+        finally:
+            admission.leave(call.tenant)
+
+    def _choose(self, call: Call, streams: bool, tried: Sequence[Replica]) -> Replica | None:
+        replicas = self.replicas
+        if len(replicas) == 1:
+            return replicas[0] if not tried and replicas[0].is_available else None
+        available = [replica for replica in replicas if replica.is_available and replica not in tried]
+        return self.balancer.choose(available, call, streams) if available else None
+
+    async def _wait_for_one(self, call: Call, streams: bool) -> Replica:
+        """Raises: EngineUnavailable."""
+        self._waited += 1
+        deadline = time.monotonic() + self._ready_wait_s
+        while time.monotonic() < deadline:
+            await asyncio.sleep(min(LOOK_S, self._ready_wait_s))
+            if (replica := self._choose(call, streams, ())) is not None:
+                return replica
+        raise self._unavailable()
+
+    def _unavailable(self) -> EngineUnavailable:
+        reasons = [reason for replica in self.replicas if (reason := replica.unavailable()) is not None]
+        return min(
+            reasons,
+            key=lambda reason: reason.retry_after_s,
+            default=EngineUnavailable("No engine behind this model can take requests now.", NO_REPLICA_RETRY_S),
+        )
+
+    def _may_retry(self, error: RoutingError, call: Call, tried: Sequence[Replica]) -> bool:
+        """Whether another replica is to be asked, within bounds; it is counted then."""
+        is_worth_it = isinstance(error, EngineError) and not (
+            isinstance(error, EngineTimeout) and error.phase == "total"
+        )
+        if not is_worth_it or len(tried) > self._max_retries:
+            return False
+        if not any(replica.is_available and replica not in tried for replica in self.replicas):
+            return False
+        if not self._budget.withdraw():
+            self._retries_refused += 1
+            return False
+        self._retries += 1
+        call.tally.retries += 1
+        return True
+
+
+def judge(error: RoutingError, lease: Lease, replica: Replica) -> None:
+    """What an error says of the replica. There are three cases: it has too much to do, and gets a rest; it was not to
+    blame, as for a request that is wrong, or while its supervisor starts it again; or it failed."""
+    if isinstance(error, EngineOverloaded):
+        replica.rest(REST_S if error.retry_after_s is None else error.retry_after_s)
+    elif isinstance(error, EngineError) and not isinstance(error, EngineUnavailable):
+        lease.fail()
+    else:
+        lease.ignore()
