@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from starlette.types import Message
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
@@ -35,12 +35,35 @@ Headers = list[tuple[bytes, bytes]]
 AnswerAtOnce = Callable[[str, Headers, bytes], tuple[Headers, bytes] | object | None]
 
 
-class Answer(NamedTuple):
-    """In a scope's state as `answer`: the quick way to send a whole 200 answer, whose headers have to be well formed;
-    it tells whether it could. For whom `instead_of` is what they would send with: there is nobody between."""
+class Line:
+    """In a scope's state as `line`: the quick ways between one request and its caller."""
 
-    instead_of: Callable[..., Any]
-    send: Callable[[Headers, bytes], bool]
+    __slots__ = ("_connection", "_cycle", "_is_gone", "_when_gone")
+
+    def __init__(self, connection: "Connection", cycle: RequestResponseCycle) -> None:
+        self._connection = connection
+        self._cycle = cycle
+        self._is_gone = False
+        self._when_gone: Callable[[], None] | None = None
+
+    def is_instead_of(self, send: Callable[..., Any]) -> bool:
+        """Whether nobody stands between who sends with this and the connection."""
+        return bool(self._cycle.send == send)
+
+    def answer(self, headers: Headers, body: bytes) -> bool:
+        """Send a whole 200 answer, whose headers have to be well formed, in one step; False: not now."""
+        return self._connection.answer(self._cycle, headers, body)
+
+    def when_gone(self, call: Callable[[], None] | None) -> None:
+        """Call this as soon as the caller has left."""
+        self._when_gone = call
+        if self._is_gone and call is not None:
+            call()
+
+    def end(self) -> None:
+        self._is_gone = True
+        if self._when_gone is not None:
+            self._when_gone()
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +140,7 @@ class Connection(HttpToolsProtocol):
         "_hold_timer",
         "_in_headers",
         "_is_refused",
+        "_line",
         "_registry",
         "_send_timer",
     )
@@ -129,6 +153,7 @@ class Connection(HttpToolsProtocol):
         self._header_bytes = 0
         self._held: bytes | None = None  # the body so far of a request that is perhaps answered at once
         self._hold_timer: asyncio.TimerHandle | None = None
+        self._line: Line | None = None
         self._header_timer: asyncio.TimerHandle | None = None
         self._send_timer: asyncio.TimerHandle | None = None
 
@@ -141,9 +166,13 @@ class Connection(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
+        self._unset_keepalive_if_required()  # which uvicorn leaves running after a reset, and with it the connection
         self._registry.forget(self)
         self._stop_header_timer()
         self._let_go()
+        if self._line is not None:
+            self._line.end()
+            self._line = None
         if self._send_timer is not None:
             self._send_timer.cancel()
 
@@ -231,8 +260,8 @@ class Connection(HttpToolsProtocol):
         lines = b"\r\n".join(map(b": ".join, (*self.server_state.default_headers, *headers)))
         self.transport.write(b"HTTP/1.1 200 OK\r\n%b\r\n\r\n%b" % (lines, body))
 
-    def _answer(self, cycle: RequestResponseCycle, headers: Headers, body: bytes) -> bool:
-        """What `send` does for a whole answer, in one step, without a look at each header; False: not now."""
+    def answer(self, cycle: RequestResponseCycle, headers: Headers, body: bytes) -> bool:
+        """What the cycle's `send` does for a whole answer, without a look at each header; False: not now."""
         if cycle.disconnected or cycle.response_started or cycle.flow.write_paused or not cycle.keep_alive:
             return False
         cycle.response_started = cycle.response_complete = True
@@ -254,7 +283,7 @@ class Connection(HttpToolsProtocol):
         if self._is_refused or self.transport.is_closing():
             return
         super().on_headers_complete()
-        self.scope["state"]["answer"] = Answer(self.cycle.send, partial(self._answer, self.cycle))
+        self._line = self.scope["state"]["line"] = Line(self, self.cycle)
         if body:
             super().on_body(body)
         self._bound_body()
@@ -267,6 +296,7 @@ class Connection(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
+        self._line = None
         if not self.pipeline and (self.cycle is None or self.cycle.response_complete):
             self._in_headers = True
             self._header_bytes = 0

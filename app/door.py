@@ -6,8 +6,6 @@ docs/architecture.md for what that is worth.
 
 import asyncio
 import logging
-from collections.abc import Coroutine
-from typing import Any, TypeVar
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -26,12 +24,12 @@ from .errors import (
     InvalidRequest,
     MethodNotAllowed,
     RequestTooLarge,
-    ShuttingDown,
     describe,
     is_known,
 )
 from .exchange import Exchange, limit_headers
-from .lifecycle import Lifecycle
+from .interruption import Interruption
+from .lifecycle import Lifecycle, Running
 from .logs import Access, AccessLog
 from .metrics import Metrics
 from .operations import OPERATIONS, Operation
@@ -45,8 +43,6 @@ JSON = b"application/json"
 UNUSUAL = frozenset({b"cache-control", b"content-encoding", b"last-event-id", b"origin", b"transfer-encoding"})
 
 AtOnce = tuple[Headers, bytes] | Exchange | None
-
-T = TypeVar("T")
 
 
 class Door:
@@ -75,7 +71,7 @@ class Door:
         exchange = scope["state"].pop("exchange", None)
         if exchange is None:
             exchange = Exchange(scope["method"], scope["path"], dict(scope["headers"]))
-        exchange.send_with(send, scope["state"].pop("answer", None))
+        exchange.send_with(send, scope["state"].pop("line", None))
         operation = OPERATIONS.get(scope["path"])
         try:
             if operation is None:
@@ -151,9 +147,9 @@ class Door:
                 if isinstance(source, Hit):
                     await self._recall(caller, source, exchange)
                 elif wanted.stream:
-                    await self._stream(wanted, caller, source, exchange, scope, receive, running.end)
+                    await self._stream(wanted, caller, source, exchange, scope, receive, running)
                 else:
-                    await self._answer(wanted, caller, source, exchange, receive, running.end)
+                    await self._answer(wanted, caller, source, exchange, receive, running)
             finally:
                 await caller.admission.settle()
 
@@ -173,9 +169,10 @@ class Door:
         place: Place,
         exchange: Exchange,
         receive: Receive,
-        end: "asyncio.Future[None]",
+        running: Running,
     ) -> None:
-        landed = await until_gone(self._pipeline.answer(wanted, caller, place), receive, end)
+        with Interruption(exchange.line, receive, running):
+            landed = await self._pipeline.answer(wanted, caller, place)
         if landed.is_stored and place.leads:
             exchange.cache_status += b"; stored"
         body = landed.body if landed.entry is None else whole_body(landed.entry)
@@ -214,13 +211,14 @@ class Door:
         exchange: Exchange,
         scope: Scope,
         receive: Receive,
-        end: "asyncio.Future[None]",
+        running: Running,
     ) -> None:
         events = self._pipeline.stream(wanted, caller, place)
         first = asyncio.create_task(first_events(events))
         try:
             # An error before the first event is an HTTP error still. A first ping starts the response, though.
-            await wait_unless_gone(first, receive, end, self._ping_s)
+            with Interruption(exchange.line, receive, running):
+                await asyncio.wait([first], timeout=self._ping_s)
             if first.done() and (error := first.exception()) is not None and not isinstance(error, StopAsyncIteration):
                 raise error
         except BaseException:
@@ -230,7 +228,7 @@ class Door:
         response = EventStream(
             first,
             events,
-            end,
+            running.end,
             encode_error=lambda exc: encode_error(self._failure(exc, access).body(access.request_id)),
             headers={name.decode(): value.decode() for name, value in exchange.own_headers()},
             ping_s=self._ping_s,
@@ -260,37 +258,3 @@ class Door:
         if not is_known(exc):
             logger.error("request %s failed", access.request_id, exc_info=exc)
         return failure
-
-
-async def until_gone(work: Coroutine[Any, Any, T], receive: Receive, end: "asyncio.Future[None]") -> T:
-    """Run `work` to its end, or cancel it when the caller leaves or `end` is set.
-
-    Raises: ClientGone, ShuttingDown, and what `work` raises.
-    """
-    task = asyncio.create_task(work)
-    try:
-        await wait_unless_gone(task, receive, end)
-        return task.result()
-    finally:
-        if not task.done():
-            task.cancel()
-            await asyncio.wait([task], timeout=1.0)
-        if not task.cancelled() and task.done():
-            task.exception()
-
-
-async def wait_unless_gone(
-    work: "asyncio.Task[Any]", receive: Receive, end: "asyncio.Future[None]", timeout_s: float | None = None
-) -> None:
-    """Wait for `work`, up to `timeout_s`. Raises: ClientGone, ShuttingDown."""
-    gone = asyncio.ensure_future(receive())
-    try:
-        await asyncio.wait([work, gone, end], timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-        if work.done():
-            return
-        if gone.done():
-            raise ClientGone
-        if end.done():
-            raise ShuttingDown
-    finally:
-        gone.cancel()

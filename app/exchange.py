@@ -6,7 +6,7 @@ import gzip
 import math
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from starlette.types import Message, Receive, Send
@@ -19,7 +19,7 @@ from cache.store import Hit
 from . import cache_headers
 from .answers import OFF, Place, Wanted, new_id
 from .cache_headers import CacheControl
-from .connections import Answer, Headers
+from .connections import Headers, Line
 from .logs import Access
 
 REQUEST_ID = re.compile(rb"[A-Za-z0-9._~:/+=-]{1,128}")
@@ -56,7 +56,6 @@ class Exchange:
     """One request and its answer: what has been sent, and what will stand in the log."""
 
     __slots__ = (
-        "_answer",
         "_send",
         "access",
         "admission",
@@ -66,6 +65,7 @@ class Exchange:
         "headers",
         "hit",
         "known",
+        "line",
         "principal",
         "wanted",
     )
@@ -85,11 +85,11 @@ class Exchange:
         self.cache_status: bytes = b""
         self.age_s: int | None = None
         self._send: Send | None = None
-        self._answer: Callable[[Headers, bytes], bool] | None = None
+        self.line: Line | None = None
 
-    def send_with(self, send: Send, answer: Answer | None) -> None:
+    def send_with(self, send: Send, line: Line | None) -> None:
         self._send = send
-        self._answer = answer.send if answer is not None and answer.instead_of == send else None
+        self.line = line if line is not None and line.is_instead_of(send) else None
 
     def own_headers(self) -> Headers:
         """Those of every answer: the request's id, where it came from, and how the caller's limits stand."""
@@ -161,7 +161,7 @@ class Exchange:
             all_headers, body = await asyncio.to_thread(self.whole, body, headers)
         else:
             all_headers, body = self.whole(body, headers)
-        if status == 200 and self._answer is not None and self._answer(all_headers, body):
+        if status == 200 and self.line is not None and self.line.answer(all_headers, body):
             self.access.status = 200
             return
         await self.send({"type": "http.response.start", "status": status, "headers": all_headers})

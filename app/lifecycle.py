@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import time
+from collections.abc import Callable
 
 from .errors import ShuttingDown
 
@@ -70,12 +71,13 @@ class Lifecycle:
 class Running:
     """A context, for as long as one request runs."""
 
-    __slots__ = ("_end", "_idle", "_is_stopped", "_running")
+    __slots__ = ("_end", "_idle", "_is_stopped", "_running", "_when_stopped")
 
     def __init__(self, running: "set[Running]", idle: asyncio.Event) -> None:
         self._running = running
         self._idle = idle
         self._is_stopped = False
+        self._when_stopped: Callable[[], None] | None = None
         self._end: asyncio.Future[None] | None = None
 
     def __enter__(self) -> "Running":
@@ -99,7 +101,15 @@ class Running:
                 self._end.set_result(None)
         return self._end
 
+    def when_stopped(self, call: Callable[[], None] | None) -> None:
+        """Call this when the request has to end."""
+        self._when_stopped = call
+        if self._is_stopped and call is not None:
+            call()
+
     def stop(self) -> None:
         self._is_stopped = True
+        if self._when_stopped is not None:
+            self._when_stopped()
         if self._end is not None and not self._end.done():
             self._end.set_result(None)

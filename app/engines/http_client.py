@@ -169,8 +169,7 @@ class Connection(asyncio.Protocol):
 
     # asyncio's side
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self.transport = transport
         self.is_open = True
 

@@ -86,6 +86,11 @@ class Server:
         self.url = url
         self.path = path
 
+    def cpu_s(self) -> float:
+        """Seconds of CPU so far, of the process and all under it."""
+        times = [process.cpu_times() for process in (self.process, *self.process.children(recursive=True))]
+        return sum(each.user + each.system for each in times)
+
     def load(
         self, folder: Path, bodies: list[str], token: str, connections: int, seconds: int, unique: bool = False
     ) -> Load:
@@ -107,7 +112,7 @@ class Server:
             str(folder / "load.lua"),
             self.url + self.path,
         ]
-        before = self.process.cpu_times()
+        before = self.cpu_s()
         done = subprocess.run(
             ["taskset", "-c", str(CLIENT_CORE), *command],
             env=os.environ | env,
@@ -116,8 +121,7 @@ class Server:
             timeout=seconds + 30,
             check=True,
         )
-        after = self.process.cpu_times()
-        cpu_s = after.user + after.system - before.user - before.system
+        cpu_s = self.cpu_s() - before
         result = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("JSON "))[5:])
         if result["bad"]:
             raise RuntimeError(f"{result['bad']} requests of {result['requests']} failed")
@@ -125,11 +129,11 @@ class Server:
 
 
 @contextlib.contextmanager
-def running(command: list[str], port: int, ready: str, path: str, log: Path) -> Iterator[Server]:
+def running(
+    command: list[str], port: int, ready: str, path: str, log: Path, core: int = SERVER_CORE
+) -> Iterator[Server]:
     with log.open("wb") as output:
-        process = subprocess.Popen(
-            ["taskset", "-c", str(SERVER_CORE), *command], stdout=output, stderr=output, cwd=log.parent
-        )
+        process = subprocess.Popen(["taskset", "-c", str(core), *command], stdout=output, stderr=output, cwd=log.parent)
     url = f"http://127.0.0.1:{port}"
     try:
         deadline = time.monotonic() + 60
@@ -156,11 +160,13 @@ def raw_app(folder: Path) -> Iterator[Server]:
         yield server
 
 
-BASE_WITHOUT_LIMITS = f"""
+AUTH = f"""
 [auth.jwt]
 secret = "{SECRET}"
 issuer = "{ISSUER}"
 audience = "{AUDIENCE}"
+"""
+BASE_WITHOUT_LIMITS = f"""{AUTH}
 [[pools]]
 name = "demo"
 engine = "scripted"
