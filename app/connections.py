@@ -7,12 +7,13 @@ idle connections keep nobody out, however many there are.
 """
 
 import asyncio
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
-from starlette.types import Message
+from starlette.types import Message, Receive, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from .errors import Failure, RequestTimeout
@@ -24,19 +25,31 @@ _FULL = Failure(503, "server_error", "overloaded", "The gateway has too many con
 _REASONS = {400: b"Bad Request", 408: b"Request Timeout", 431: b"Request Header Fields Too Large", 503: b"Unavailable"}
 
 LINGER_S = 1.0
+MOST_LOOK_S = 1.0  # between two looks for connections that were idle for too long
 # How long a request may wait for its body before it goes the way of all others, and how much of it. Many clients, the
 # OpenAI package's among them, send headers and body one right after the other.
 HOLD_S = 0.02
 HELD_BYTES = 65536
 
 Headers = list[tuple[bytes, bytes]]
-# From path, headers, and body of a POST request: the answer's headers and body, or what the request's task is given as
-# `exchange` in its scope's state.
-AnswerAtOnce = Callable[[str, Headers, bytes], tuple[Headers, bytes] | object | None]
+# What RequestResponseCycle.send looks at.
+POST: Any = {"type": "http", "method": "POST"}
+
+
+class Answerer(Protocol):
+    """Who answers POST requests that have come whole, without ASGI's part in it."""
+
+    def answer_at_once(self, path: str, headers: Headers, body: bytes) -> tuple[Headers, bytes] | Any:
+        """The answer's headers and body; what `serve` is to be given, since it takes time; None: it is for ASGI."""
+        ...
+
+    async def serve(self, exchange: Any, body: bytes, receive: Receive, send: Send, line: "Line") -> None:
+        """Answer by `send` or `line`."""
+        ...
 
 
 class Line:
-    """In a scope's state as `line`: the quick ways between one request and its caller."""
+    """The quick ways between one request and its caller."""
 
     __slots__ = ("_connection", "_cycle", "_is_gone", "_when_gone")
 
@@ -85,16 +98,19 @@ class Connections:
         header_timeout_s: float,
         body_timeout_s: float,
         send_timeout_s: float,
+        keep_alive_s: float,
     ) -> None:
         self.max_header_bytes = max_header_bytes
         self.header_timeout_s = header_timeout_s
         self.body_timeout_s = body_timeout_s
         self.send_timeout_s = send_timeout_s
-        self.answer_at_once: AnswerAtOnce | None = None
+        self.keep_alive_s = keep_alive_s
+        self.answerer: Answerer | None = None
         self._max_connections = max_connections
-        # Mutable state, changed by the methods below only. The longest idle stands first.
+        # Mutable state, changed by the methods below only. The longest idle stands first, with the time since when.
         self._open: set[Connection] = set()
-        self._idle: dict[Connection, None] = {}
+        self._idle: dict[Connection, float] = {}
+        self._look: asyncio.TimerHandle | None = None
         self._closed = dict.fromkeys(
             ("made_room", "refused", "header_timeout", "headers_too_large", "invalid", "send_timeout"), 0
         )
@@ -111,7 +127,9 @@ class Connections:
             self.forget(longest_idle)
             longest_idle.drop("made_room")
         self._open.add(connection)
-        self._idle[connection] = None
+        self._idle[connection] = time.monotonic()
+        if self._look is None:
+            self._look_again()
         return True
 
     def note_busy(self, connection: "Connection") -> None:
@@ -119,11 +137,25 @@ class Connections:
 
     def note_idle(self, connection: "Connection") -> None:
         if connection in self._open:
-            self._idle[connection] = None
+            self._idle[connection] = time.monotonic()
 
     def forget(self, connection: "Connection") -> None:
         self._open.discard(connection)
         self._idle.pop(connection, None)
+
+    def _look_again(self) -> None:
+        """One timer for all: one for each would be set and cancelled with each request."""
+        self._look = asyncio.get_running_loop().call_later(min(self.keep_alive_s / 4, MOST_LOOK_S), self._close_idle)
+
+    def _close_idle(self) -> None:
+        oldest = time.monotonic() - self.keep_alive_s
+        for connection, since in list(self._idle.items()):
+            if since > oldest:
+                break
+            connection.close_if_silent()
+        self._look = None
+        if self._open:
+            self._look_again()
 
     def count_closed(self, cause: str) -> None:
         self._closed[cause] += 1
@@ -166,7 +198,6 @@ class Connection(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
-        self._unset_keepalive_if_required()  # which uvicorn leaves running after a reset, and with it the connection
         self._registry.forget(self)
         self._stop_header_timer()
         self._let_go()
@@ -197,7 +228,9 @@ class Connection(HttpToolsProtocol):
             self._start_header_timer()
 
     def on_message_begin(self) -> None:
-        super().on_message_begin()
+        self.url = b""
+        self.expect_100_continue = False
+        self.headers = []
         if not self._in_headers:
             # A request sent before the answer to the last one (pipelining).
             self._in_headers = True
@@ -215,7 +248,7 @@ class Connection(HttpToolsProtocol):
         if self._may_answer_at_once():
             self._held = b""
         else:
-            super().on_headers_complete()
+            self._go_by_asgi()
 
     def on_body(self, body: bytes) -> None:
         if self._held is None:
@@ -231,10 +264,18 @@ class Connection(HttpToolsProtocol):
         self._registry.note_busy(self)
         super().on_message_complete()
 
+    def _go_by_asgi(self) -> None:
+        # uvicorn makes a scope at a request's first byte; here only those that need one have it.
+        url, headers, expects_100 = self.url, self.headers, self.expect_100_continue
+        super().on_message_begin()
+        self.url, self.expect_100_continue = url, expects_100
+        self.headers = self.scope["headers"] = headers
+        super().on_headers_complete()
+
     def _may_answer_at_once(self) -> bool:
         """Whether nothing but the request's body is needed before the answer could be sent."""
         return (
-            self._registry.answer_at_once is not None
+            self._registry.answerer is not None
             and (self.cycle is None or self.cycle.response_complete)
             and not self.expect_100_continue
             and not self.flow.write_paused
@@ -244,17 +285,48 @@ class Connection(HttpToolsProtocol):
         )
 
     def _answer_at_once(self, body: bytes) -> bool:
-        assert self._registry.answer_at_once is not None
-        answer = self._registry.answer_at_once(self.url.decode("latin-1"), self.headers, body)
-        if not isinstance(answer, tuple):
-            if answer is not None:
-                self.scope["state"]["exchange"] = answer
+        assert self._registry.answerer is not None
+        answer = self._registry.answerer.answer_at_once(self.url.decode("latin-1"), self.headers, body)
+        if answer is None:
             return False
         self._let_go()
-        self._write(*answer)
         self._registry.note_busy(self)
-        self.on_response_complete()
+        if isinstance(answer, tuple):
+            self._write(*answer)
+            self.on_response_complete()
+        else:
+            self._start(answer, body)
         return True
+
+    def _start(self, exchange: Any, body: bytes) -> None:
+        """Have a request answered by a task, in place of uvicorn's for ASGI."""
+        cycle = self.cycle = RequestResponseCycle(
+            scope=POST,
+            transport=self.transport,
+            flow=self.flow,
+            logger=self.logger,
+            access_logger=self.access_logger,
+            access_log=False,
+            default_headers=self.server_state.default_headers,
+            message_event=asyncio.Event(),
+            expect_100_continue=False,
+            keep_alive=True,
+            on_response=self.on_response_complete,
+        )
+        cycle.more_body = False
+        self._line = Line(self, cycle)
+        task = self.loop.create_task(self._serve(cycle, exchange, body, self._line))
+        self.tasks.add(task)
+        task.add_done_callback(self.tasks.discard)
+
+    async def _serve(self, cycle: RequestResponseCycle, exchange: Any, body: bytes, line: Line) -> None:
+        assert self._registry.answerer is not None
+        try:
+            await self._registry.answerer.serve(exchange, body, cycle.receive, cycle.send, line)  # type: ignore[arg-type]
+        finally:
+            cycle.on_response = _nothing
+            if not cycle.response_complete and not cycle.disconnected:
+                self.transport.close()
 
     def _write(self, headers: Headers, body: bytes) -> None:
         lines = b"\r\n".join(map(b": ".join, (*self.server_state.default_headers, *headers)))
@@ -282,8 +354,7 @@ class Connection(HttpToolsProtocol):
         body = self._let_go()
         if self._is_refused or self.transport.is_closing():
             return
-        super().on_headers_complete()
-        self._line = self.scope["state"]["line"] = Line(self, self.cycle)
+        self._go_by_asgi()
         if body:
             super().on_body(body)
         self._bound_body()
@@ -295,9 +366,16 @@ class Connection(HttpToolsProtocol):
             self.cycle.receive = wait  # type: ignore[method-assign,assignment]
 
     def on_response_complete(self) -> None:
-        super().on_response_complete()
+        # uvicorn's, but for its timer.
+        self.server_state.total_requests += 1
         self._line = None
-        if not self.pipeline and (self.cycle is None or self.cycle.response_complete):
+        if self.transport.is_closing():
+            return
+        self.flow.resume_reading()
+        if self.pipeline:
+            self._start_asgi_task(*self.pipeline.pop())
+            return
+        if self.cycle is None or self.cycle.response_complete:
             self._in_headers = True
             self._header_bytes = 0
             self._registry.note_idle(self)
@@ -320,6 +398,11 @@ class Connection(HttpToolsProtocol):
         """Close at once, whatever is still unsent."""
         self._registry.count_closed(cause)
         self.transport.abort()
+
+    def close_if_silent(self) -> None:
+        """If nothing of a request has come: else the timer for headers goes on."""
+        if not self._header_bytes and not self.transport.is_closing():
+            self.transport.close()
 
     def _start_header_timer(self) -> None:
         self._header_timer = self.loop.call_later(self._registry.header_timeout_s, self._headers_are_late)
@@ -361,6 +444,10 @@ class Connection(HttpToolsProtocol):
             self.loop.call_later(LINGER_S, self.transport.abort)
         else:
             self.transport.close()
+
+
+def _nothing() -> None:
+    """What uvicorn leaves in place of a callback that would keep a connection."""
 
 
 async def receive(cycle: RequestResponseCycle, body_timeout_s: float) -> Message:

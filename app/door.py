@@ -6,6 +6,7 @@ docs/architecture.md for what that is worth.
 
 import asyncio
 import logging
+from collections.abc import Awaitable
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -17,7 +18,7 @@ from cache.store import Hit
 from . import cache_headers
 from .answers import Place, Wanted, whole_body
 from .cache_headers import SILENT
-from .connections import Headers
+from .connections import Headers, Line
 from .errors import (
     ClientGone,
     Failure,
@@ -40,7 +41,18 @@ logger = logging.getLogger("headrace")
 
 JSON = b"application/json"
 # Headers of requests that are not answered at once, since more comes of them.
-UNUSUAL = frozenset({b"cache-control", b"content-encoding", b"last-event-id", b"origin", b"transfer-encoding"})
+UNUSUAL = frozenset(
+    {
+        b"cache-control",
+        b"content-encoding",
+        b"last-event-id",
+        b"origin",
+        b"transfer-encoding",
+        b"x-headrace-variant",
+    }
+)
+
+NO_SCOPE: Scope = {}  # the response looks at nothing of it
 
 AtOnce = tuple[Headers, bytes] | Exchange | None
 
@@ -68,17 +80,26 @@ class Door:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        exchange = scope["state"].pop("exchange", None)
-        if exchange is None:
-            exchange = Exchange(scope["method"], scope["path"], dict(scope["headers"]))
-        exchange.send_with(send, scope["state"].pop("line", None))
+        exchange = Exchange(scope["method"], scope["path"], dict(scope["headers"]))
+        exchange.send_with(send, None)
         operation = OPERATIONS.get(scope["path"])
+        if operation is None:
+            scope["state"]["access"] = exchange.access
+            await self._see_through(exchange, receive, self._app(scope, receive, exchange.send))
+        else:
+            exchange.access.operation = operation.name
+            await self._see_through(exchange, receive, self._operate(operation, exchange, receive))
+
+    async def serve(self, exchange: Exchange, body: bytes, receive: Receive, send: Send, line: Line) -> None:
+        """Answer a request that `answer_at_once` could not."""
+        exchange.send_with(send, line)
+        exchange.body = body
+        assert exchange.operation is not None
+        await self._see_through(exchange, receive, self._operate(exchange.operation, exchange, receive))
+
+    async def _see_through(self, exchange: Exchange, receive: Receive, work: Awaitable[None]) -> None:
         try:
-            if operation is None:
-                scope["state"]["access"] = exchange.access
-                await self._app(scope, receive, exchange.send)
-            else:
-                await self._operate(operation, exchange, receive, scope)
+            await work
         except ClientGone:
             exchange.access.outcome = "disconnected"
         except Exception as exc:
@@ -92,8 +113,8 @@ class Door:
 
     def answer_at_once(self, path: str, headers: Headers, body: bytes) -> AtOnce:
         """The same walk for a whole POST request that is answered from memory, in steps none of which waits, so that
-        the connection can do without a task for it. An exchange: it has to wait for something, and this is what is
-        known so far. None: nothing is."""
+        the connection can do without a task for it. An exchange: something has to be waited for, which `serve` does.
+        None: it is for ASGI."""
         operation = OPERATIONS.get(path)
         if operation is None or self._lifecycle.is_refusing:
             return None
@@ -101,13 +122,14 @@ class Door:
         if not UNUSUAL.isdisjoint(named):
             return None
         exchange = Exchange("POST", path, named)
+        exchange.operation = operation
         access = exchange.access
         access.operation = operation.name
         try:
             self._check_head(named)
             hit = self._pipeline.find_at_once(operation, exchange, body)
         except Exception:
-            hit = None  # what is wrong is told by the other way
+            hit = None  # what is wrong is told by `serve`
         if hit is None:
             return exchange
         exchange.note_source(hit, None, SILENT)
@@ -122,9 +144,8 @@ class Door:
         if access.operation is not None:
             self._metrics.record(access, access.duration_s)
 
-    async def _operate(self, operation: Operation, exchange: Exchange, receive: Receive, scope: Scope) -> None:
+    async def _operate(self, operation: Operation, exchange: Exchange, receive: Receive) -> None:
         access, headers = exchange.access, exchange.headers
-        access.operation = operation.name
         if access.method != "POST":
             raise MethodNotAllowed(access.method, "POST")
         with self._lifecycle.running() as running:
@@ -140,14 +161,14 @@ class Door:
                     return
                 control = cache_headers.read_cache_control(headers.get(b"cache-control"))
                 self._check_head(headers)
-                body = await self._read_body(receive)
+                body = exchange.body if exchange.body is not None else await self._read_body(receive)
                 wanted = self._pipeline.understand(operation, exchange, body, caller.principal, control)
                 source = await self._pipeline.find(wanted)
                 exchange.note_source(source, wanted.obstacle, control)
                 if isinstance(source, Hit):
                     await self._recall(caller, source, exchange)
                 elif wanted.stream:
-                    await self._stream(wanted, caller, source, exchange, scope, receive, running)
+                    await self._stream(wanted, caller, source, exchange, receive, running)
                 else:
                     await self._answer(wanted, caller, source, exchange, receive, running)
             finally:
@@ -209,7 +230,6 @@ class Door:
         caller: Caller,
         place: Place,
         exchange: Exchange,
-        scope: Scope,
         receive: Receive,
         running: Running,
     ) -> None:
@@ -233,7 +253,7 @@ class Door:
             headers={name.decode(): value.decode() for name, value in exchange.own_headers()},
             ping_s=self._ping_s,
         )
-        await response(scope, receive, exchange.send)
+        await response(NO_SCOPE, receive, exchange.send)
         if isinstance(response.error, ClientGone):
             raise response.error
 

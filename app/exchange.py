@@ -21,6 +21,7 @@ from .answers import OFF, Place, Wanted, new_id
 from .cache_headers import CacheControl
 from .connections import Headers, Line
 from .logs import Access
+from .operations import Operation
 
 REQUEST_ID = re.compile(rb"[A-Za-z0-9._~:/+=-]{1,128}")
 JSON = (b"content-type", b"application/json")
@@ -39,9 +40,9 @@ GZIP_IN_THREAD_BYTES = 65536  # above it, compressing takes longer than handing 
 LINGER_S = 2.0
 
 
-# Who asked what, to the byte: the operation, the tenant, the subject, the models that it may use, the session, a digest
-# of the body.
-Asked = tuple[str, str, str, tuple[str, ...] | None, bytes | None, bytes]
+# Who asked what, to the byte: the generation of the models, the operation, the tenant, the subject, the models that it
+# may use, the session, a digest of the body.
+Asked = tuple[tuple[int, int], str, str, str, tuple[str, ...] | None, bytes | None, bytes]
 
 
 class Known(NamedTuple):
@@ -61,11 +62,13 @@ class Exchange:
         "admission",
         "age_s",
         "asked",
+        "body",
         "cache_status",
         "headers",
         "hit",
         "known",
         "line",
+        "operation",
         "principal",
         "wanted",
     )
@@ -74,6 +77,8 @@ class Exchange:
         given = headers.get(b"x-request-id", b"")
         request_id = (given if REQUEST_ID.fullmatch(given) else new_id()).decode()
         self.headers = headers
+        self.operation: Operation | None = None
+        self.body: bytes | None = None  # of a request that came whole
         self.access = Access(request_id, method, path[:200])
         # What is known so far.
         self.principal: Principal | None = None

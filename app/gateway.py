@@ -59,6 +59,7 @@ class Gateway:
             server.header_timeout_s,
             server.body_timeout_s,
             server.send_timeout_s,
+            server.keep_alive_s,
         )
         keys = make_keys(settings.auth)
         self._key_set = keys if isinstance(keys, KeySet) else None
@@ -148,7 +149,7 @@ class Gateway:
             max_body_bytes=server.max_body_bytes,
             ping_s=server.ping_s,
         )
-        self.connections.answer_at_once = door.answer_at_once
+        self.connections.answerer = door
         front = Cors(door, server.cors_origins) if server.cors_origins else door
         self.server = Server(front, server, self.lifecycle, self.connections)
 

@@ -40,7 +40,6 @@ class Server(uvicorn.Server):
                 access_log=False,
                 server_header=False,
                 proxy_headers=False,  # nothing here looks at the client's address
-                timeout_keep_alive=settings.keep_alive_s,  # type: ignore[arg-type]
                 ssl_certfile=settings.tls_cert_file,
                 ssl_keyfile=settings.tls_key_file,
             )

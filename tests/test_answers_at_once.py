@@ -3,7 +3,7 @@
 import asyncio
 import json
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -34,16 +34,18 @@ class Watched:
     """Tells which requests were answered at once."""
 
     def __init__(self, gateway: Gateway) -> None:
-        answer = gateway.connections.answer_at_once
-        assert answer is not None
-        self._answer: Callable[..., Any] = answer
+        assert gateway.connections.answerer is not None
+        self._door = gateway.connections.answerer
         self.told: list[bool] = []
-        gateway.connections.answer_at_once = self
+        gateway.connections.answerer = self
 
-    def __call__(self, *request: Any) -> Any:
-        answer = self._answer(*request)
+    def answer_at_once(self, *request: Any) -> Any:
+        answer = self._door.answer_at_once(*request)
         self.told.append(isinstance(answer, tuple))
         return answer
+
+    async def serve(self, *request: Any) -> None:
+        await self._door.serve(*request)
 
 
 @asynccontextmanager
