@@ -97,9 +97,13 @@ class Answers:
         self._flights = flights
         self._is_shared = is_shared
         self._ttl_s = ttl_s
-        self._ttls_s = dict(ttls_s)
+        self.use_ttls(ttls_s)
         self.outcomes: Counter[tuple[str, str]] = Counter()  # by outcome, and tier or reason
         self._streamed: dict[bytes, float] = {}  # when there was a stream, by the tags of tenant and model
+
+    def use_ttls(self, ttls_s: Mapping[str, float]) -> None:
+        """For answers from now on; those that are stored keep theirs."""
+        self._ttls_s = dict(ttls_s)
 
     def obstacle(self, question: Question, control: CacheControl, options: Mapping[str, Any]) -> str | None:
         """Why a request is not answered from the cache; None: it can be. All but OFF are reasons against sharing a
@@ -159,7 +163,11 @@ class Answers:
             return hit
         if wanted.control.only_if_cached:
             raise NotInCache
-        return self._fly(wanted)
+        return self.fly(wanted)
+
+    def may_fly_at_once(self, wanted: Wanted) -> bool:
+        """Whether all has been looked up that would be, so that `fly` may follow."""
+        return wanted.obstacle is not None or wanted.is_looked_up
 
     def _may_share(self, wanted: Wanted) -> bool:
         """Whether identical requests in flight are one."""
@@ -214,7 +222,8 @@ class Answers:
         # While the lower tiers were asked, a flight may have landed.
         return await self._cache.look_below(key, max_age_s) or self._cache.recall(key, max_age_s)
 
-    def _fly(self, wanted: Wanted) -> Place:
+    def fly(self, wanted: Wanted) -> Place:
+        """A place in the flight of such requests, in a new one if there is none."""
         key, is_shared, is_anew = self._flight_key(wanted), self._may_share(wanted), wanted.control.no_cache
         seat = self._flights.join(key, partial(self._work, wanted, key, is_shared), is_shared, is_anew)
         if not seat.leads:
@@ -309,10 +318,11 @@ class Answers:
         shadow.offer(call.request_id.encode(), call, body, time.monotonic() - began)
 
     def _may_be_streamed(self, wanted: Wanted, key: bytes, flight: Flight[Landed]) -> bool:
-        if any(wanted.body.get(name) for name in WHOLE_ONLY):
-            return False
         streamed_at = self._streamed.get(tags_of(key))
-        return bool(flight.owners) or (streamed_at is not None and time.monotonic() - streamed_at < STREAMING_S)
+        is_likely = streamed_at is not None and time.monotonic() - streamed_at < STREAMING_S
+        if not flight.owners and not is_likely:
+            return False
+        return not any(wanted.body.get(name) for name in WHOLE_ONLY)
 
     async def _stream(
         self, wanted: Wanted, call: Call, flight: Flight[Landed], is_put_together: bool

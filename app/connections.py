@@ -8,7 +8,7 @@ idle connections keep nobody out, however many there are.
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -40,11 +40,11 @@ class Answerer(Protocol):
     """Who answers POST requests that have come whole, without ASGI's part in it."""
 
     def answer_at_once(self, path: str, headers: Headers, body: bytes) -> tuple[Headers, bytes] | Any:
-        """The answer's headers and body; what `serve` is to be given, since it takes time; None: it is for ASGI."""
+        """The answer's headers and body; what `begin` is to be given, since it takes time; None: it is for ASGI."""
         ...
 
-    async def serve(self, exchange: Any, body: bytes, receive: Receive, send: Send, line: "Line") -> None:
-        """Answer by `send` or `line`."""
+    def begin(self, exchange: Any, body: bytes, receive: Receive, send: Send, line: "Line") -> None:
+        """See to it that an answer is sent by `send` or `line`, later on or by a task of `line.spawn`."""
         ...
 
 
@@ -66,6 +66,14 @@ class Line:
     def answer(self, headers: Headers, body: bytes) -> bool:
         """Send a whole 200 answer, whose headers have to be well formed, in one step; False: not now."""
         return self._connection.answer(self._cycle, headers, body)
+
+    def spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run what ends with the request's answer."""
+        self._connection.spawn(self._cycle, work)
+
+    def write(self, data: bytes) -> bool:
+        """Send some more of an answer whose length is not told, in one step; False: not now."""
+        return self._connection.write_part(self._cycle, data)
 
     def when_gone(self, call: Callable[[], None] | None) -> None:
         """Call this as soon as the caller has left."""
@@ -299,7 +307,8 @@ class Connection(HttpToolsProtocol):
         return True
 
     def _start(self, exchange: Any, body: bytes) -> None:
-        """Have a request answered by a task, in place of uvicorn's for ASGI."""
+        """Have a request answered without ASGI."""
+        assert self._registry.answerer is not None
         cycle = self.cycle = RequestResponseCycle(
             scope=POST,
             transport=self.transport,
@@ -315,14 +324,16 @@ class Connection(HttpToolsProtocol):
         )
         cycle.more_body = False
         self._line = Line(self, cycle)
-        task = self.loop.create_task(self._serve(cycle, exchange, body, self._line))
+        self._registry.answerer.begin(exchange, body, cycle.receive, cycle.send, self._line)  # type: ignore[arg-type]
+
+    def spawn(self, cycle: RequestResponseCycle, work: Coroutine[Any, Any, None]) -> None:
+        task = self.loop.create_task(self._see_through(cycle, work))
         self.tasks.add(task)
         task.add_done_callback(self.tasks.discard)
 
-    async def _serve(self, cycle: RequestResponseCycle, exchange: Any, body: bytes, line: Line) -> None:
-        assert self._registry.answerer is not None
+    async def _see_through(self, cycle: RequestResponseCycle, work: Coroutine[Any, Any, None]) -> None:
         try:
-            await self._registry.answerer.serve(exchange, body, cycle.receive, cycle.send, line)  # type: ignore[arg-type]
+            await work
         finally:
             cycle.on_response = _nothing
             if not cycle.response_complete and not cycle.disconnected:
@@ -340,6 +351,14 @@ class Connection(HttpToolsProtocol):
         self._write(headers, body)
         cycle.message_event.set()
         cycle.on_response()
+        cycle.on_response = _nothing
+        return True
+
+    def write_part(self, cycle: RequestResponseCycle, data: bytes) -> bool:
+        """What the cycle's `send` does for a part of a body; the last part is for `send` itself."""
+        if cycle.disconnected or not cycle.chunked_encoding or cycle.flow.write_paused or cycle.response_complete:
+            return False
+        self.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
         return True
 
     def _let_go(self) -> bytes:

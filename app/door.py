@@ -16,7 +16,7 @@ from cache.errors import NotInCache
 from cache.store import Hit
 
 from . import cache_headers
-from .answers import Place, Wanted, whole_body
+from .answers import Landed, Place, Wanted, whole_body
 from .cache_headers import SILENT
 from .connections import Headers, Line
 from .errors import (
@@ -30,6 +30,7 @@ from .errors import (
 )
 from .exchange import Exchange, limit_headers
 from .interruption import Interruption
+from .landing import Landing
 from .lifecycle import Lifecycle, Running
 from .logs import Access, AccessLog
 from .metrics import Metrics
@@ -90,12 +91,42 @@ class Door:
             exchange.access.operation = operation.name
             await self._see_through(exchange, receive, self._operate(operation, exchange, receive))
 
-    async def serve(self, exchange: Exchange, body: bytes, receive: Receive, send: Send, line: Line) -> None:
-        """Answer a request that `answer_at_once` could not."""
+    def begin(self, exchange: Exchange, body: bytes, receive: Receive, send: Send, line: Line) -> None:
+        """Answer what `answer_at_once` could not, by a task only if there is more to wait for than a flight."""
         exchange.send_with(send, line)
         exchange.body = body
-        assert exchange.operation is not None
-        await self._see_through(exchange, receive, self._operate(exchange.operation, exchange, receive))
+        flying = self._pipeline.fly_at_once(exchange)
+        if flying is not None:
+            assert exchange.wanted is not None
+            exchange.note_source(flying[1], exchange.wanted.obstacle, SILENT)
+            Landing(self, exchange, *flying, self._lifecycle.running(), receive, line).wait()
+        else:
+            assert exchange.operation is not None
+            line.spawn(self._see_through(exchange, receive, self._operate(exchange.operation, exchange, receive)))
+
+    def land(self, exchange: Exchange, caller: Caller, place: Place, line: Line) -> bool:
+        """Send the answer of a flight that is over, and account for it; False: that is for `see_landing`."""
+        wanted, landed = exchange.wanted, place.flight.result
+        assert wanted is not None
+        assert landed is not None
+        body = body_of(landed)
+        if exchange.takes_a_thread(body):
+            return False
+        self._pipeline.land_at_once(wanted, caller, place)
+        exchange.note_landing(landed, place)
+        if not line.answer(*exchange.whole(body)):
+            return False
+        exchange.access.status = 200
+        self._end(exchange.access)
+        return True
+
+    async def see_landing(
+        self, exchange: Exchange, caller: Caller, place: Place, running: Running, receive: Receive
+    ) -> None:
+        """The same by a task, also of a flight that is not over, or has failed, or whose caller has left."""
+        assert exchange.wanted is not None
+        work = self._answer(exchange.wanted, caller, place, exchange, receive, running)
+        await self._see_through(exchange, receive, work)
 
     async def _see_through(self, exchange: Exchange, receive: Receive, work: Awaitable[None]) -> None:
         try:
@@ -159,10 +190,12 @@ class Door:
                     exchange.note_source(hit, None, SILENT)
                     await self._recall(caller, hit, exchange)
                     return
-                control = cache_headers.read_cache_control(headers.get(b"cache-control"))
-                self._check_head(headers)
-                body = exchange.body if exchange.body is not None else await self._read_body(receive)
-                wanted = self._pipeline.understand(operation, exchange, body, caller.principal, control)
+                wanted, control = exchange.wanted, SILENT
+                if wanted is None:
+                    control = cache_headers.read_cache_control(headers.get(b"cache-control"))
+                    self._check_head(headers)
+                    body = exchange.body if exchange.body is not None else await self._read_body(receive)
+                    wanted = self._pipeline.understand(operation, exchange, body, caller.principal, control)
                 source = await self._pipeline.find(wanted)
                 exchange.note_source(source, wanted.obstacle, control)
                 if isinstance(source, Hit):
@@ -194,11 +227,8 @@ class Door:
     ) -> None:
         with Interruption(exchange.line, receive, running):
             landed = await self._pipeline.answer(wanted, caller, place)
-        if landed.is_stored and place.leads:
-            exchange.cache_status += b"; stored"
-        body = landed.body if landed.entry is None else whole_body(landed.entry)
-        assert body is not None
-        await exchange.reply(200, body)
+        exchange.note_landing(landed, place)
+        await exchange.reply(200, body_of(landed))
 
     def _check_head(self, headers: dict[bytes, bytes]) -> None:
         """What can be refused before a byte of the body is read."""
@@ -252,6 +282,7 @@ class Door:
             encode_error=lambda exc: encode_error(self._failure(exc, access).body(access.request_id)),
             headers={name.decode(): value.decode() for name, value in exchange.own_headers()},
             ping_s=self._ping_s,
+            line=exchange.line,
         )
         await response(NO_SCOPE, receive, exchange.send)
         if isinstance(response.error, ClientGone):
@@ -278,3 +309,10 @@ class Door:
         if not is_known(exc):
             logger.error("request %s failed", access.request_id, exc_info=exc)
         return failure
+
+
+def body_of(landed: Landed) -> bytes:
+    if landed.entry is not None:
+        return whole_body(landed.entry)
+    assert landed.body is not None
+    return landed.body

@@ -17,7 +17,7 @@ from auth.principal import Principal
 from cache.store import Hit
 
 from . import cache_headers
-from .answers import OFF, Place, Wanted, new_id
+from .answers import OFF, Landed, Place, Wanted, new_id
 from .cache_headers import CacheControl
 from .connections import Headers, Line
 from .logs import Access
@@ -38,11 +38,12 @@ MIN_GZIP_BYTES = 1024
 GZIP_LEVEL = 5
 GZIP_IN_THREAD_BYTES = 65536  # above it, compressing takes longer than handing it to a thread
 LINGER_S = 2.0
+STORED = b"; stored"
 
 
 # Who asked what, to the byte: the generation of the models, the operation, the tenant, the subject, the models that it
 # may use, the session, a digest of the body.
-Asked = tuple[tuple[int, int], str, str, str, tuple[str, ...] | None, bytes | None, bytes]
+Asked = tuple[int, str, str, str, tuple[str, ...] | None, bytes | None, bytes]
 
 
 class Known(NamedTuple):
@@ -121,6 +122,10 @@ class Exchange:
             self.cache_status = cache_headers.COLLAPSED
         else:
             self.cache_status = cache_headers.REQUEST if control.no_cache else cache_headers.MISS
+
+    def note_landing(self, landed: Landed, place: Place) -> None:
+        if landed.is_stored and place.leads and not self.cache_status.endswith(STORED):
+            self.cache_status += STORED
 
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":

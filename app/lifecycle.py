@@ -38,6 +38,11 @@ class Lifecycle:
             raise ShuttingDown
         return Running(self._running, self._idle)
 
+    def snapshot(self) -> Callable[[], bool]:
+        """Tells, whenever it is called, whether one of the requests that run now still does."""
+        now = frozenset(self._running)
+        return lambda: not now.isdisjoint(self._running)
+
     def hurry(self) -> None:
         """Cut short whatever `drain` waits for."""
         self._hurry.set()
@@ -81,11 +86,17 @@ class Running:
         self._end: asyncio.Future[None] | None = None
 
     def __enter__(self) -> "Running":
-        self._running.add(self)
-        self._idle.clear()
+        self.begin()
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.finish()
+
+    def begin(self) -> None:
+        self._running.add(self)
+        self._idle.clear()
+
+    def finish(self) -> None:
         self._running.discard(self)
         if self._end is not None:
             self._end.cancel()

@@ -78,7 +78,9 @@ class Pipeline:
         principal = exchange.principal = self._authenticator.recall(exchange.headers.get(b"authorization"))
         if principal is None or operation.scope not in principal.scopes:
             return None
+        generation = self._models.generation
         asked = exchange.asked = (
+            generation,
             operation.name,
             principal.tenant,
             principal.subject,
@@ -86,8 +88,8 @@ class Pipeline:
             exchange.headers.get(b"x-session-id"),
             digest(body),
         )
-        if self._known_of != self._models.generation:
-            self._known_of = self._models.generation
+        if self._known_of != generation:
+            self._known_of = generation
             self._known.clear()
         known = exchange.known = self._known.get(asked)
         hit = None
@@ -102,12 +104,36 @@ class Pipeline:
         exchange.hit = hit
         if hit is None or self._limiter.is_shared or exchange.takes_a_thread(hit.entry.rest):
             return None
-        exchange.admission = self._limiter.admit_at_once(principal)
+        exchange.admission = self._limiter.admit_at_once(principal, is_over=True)
         if exchange.admission is None:
             return None
         access.tenant, access.subject = principal.tenant, principal.subject
         self.use(exchange, hit)
         return hit
+
+    def fly_at_once(self, exchange: Exchange) -> tuple[Caller, Place] | None:
+        """The walk on from there, for a whole answer that is to be waited for, in a place to be left. None: before that
+        something else would have to be waited for, or be refused."""
+        wanted, principal = exchange.wanted, exchange.principal
+        if wanted is None or principal is None or wanted.stream or exchange.hit is not None or self._limiter.is_shared:
+            return None
+        if not self._answers.may_fly_at_once(wanted):
+            return None
+        admission = exchange.admission = self._limiter.admit_at_once(principal, is_over=False)
+        if admission is None:
+            return None
+        access = exchange.access
+        access.tenant, access.subject = principal.tenant, principal.subject
+        return Caller(principal, admission), self._answers.fly(wanted)
+
+    def land_at_once(self, wanted: Wanted, caller: Caller, place: Place) -> Landed:
+        """What that came to, once it is over and went well."""
+        landed = place.flight.result
+        assert landed is not None
+        wanted.access.usage = landed.usage
+        caller.admission.settle_at_once(self._bill(wanted, place))
+        place.leave()
+        return landed
 
     async def look_up(self, exchange: Exchange) -> Hit | None:
         """A stored answer, before the caller is let in, to a request that `find_at_once` has seen."""
@@ -139,8 +165,9 @@ class Pipeline:
         if exchange.wanted is None:
             wanted = self.prepare(operation, parse(body), principal, control, exchange.headers, exchange.access)
             wanted.size_bytes = len(body)
-            if exchange.known is not None:
-                wanted.key, wanted.is_looked_up = exchange.known.key, True
+            known, asked = exchange.known, exchange.asked
+            if known is not None and asked is not None and asked[0] == self._models.generation:
+                wanted.key, wanted.is_looked_up = known.key, True
             exchange.wanted = wanted
         return exchange.wanted
 
@@ -251,14 +278,16 @@ class Pipeline:
 
     async def answer(self, wanted: Wanted, caller: Caller, place: Place) -> Landed:
         """What the flight came to. Raises: RoutingError, CacheError."""
-        with seated(place):
+        try:
+            landed = await place.result()
+            assert landed is not None
+            wanted.access.usage = landed.usage
+            return landed
+        finally:
             try:
-                landed = await place.result()
-                assert landed is not None
-                wanted.access.usage = landed.usage
-                return landed
-            finally:
                 await self._settle(wanted, caller, place)
+            finally:
+                place.leave()
 
     async def stream(self, wanted: Wanted, caller: Caller, source: Hit | Place) -> AsyncGenerator[list[LogEvent], None]:
         """The events, as many at a time as there are. Raises: RoutingError, CacheError, before the first or later."""
@@ -284,20 +313,24 @@ class Pipeline:
         access = wanted.access
         if access.first_token is None:
             access.first_token = time.perf_counter()
-        if not any(event.tells_usage for event in events):
+        if not (events[0].tells_usage if len(events) == 1 else any(event.tells_usage for event in events)):
             return events
         access.usage = next(usage_in(event.data) for event in events if event.tells_usage)
         return events if wanted.tells_usage else [event for event in events if not event.tells_usage]
 
     async def _settle(self, wanted: Wanted, caller: Caller, place: Place) -> None:
-        """Charge the caller, before the last byte leaves: who has read it may call again at once. What an engine did is
-        charged once: to the one who waits longest, and when that one leaves, the rest to the next."""
+        """Charge the caller, before the last byte leaves: who has read it may call again at once."""
+        await caller.admission.settle(self._bill(wanted, place))
+
+    def _bill(self, wanted: Wanted, place: Place) -> int:
+        """What an engine did is charged once: to the one who waits longest, and when that one leaves, the rest to the
+        next."""
         due = place.flight.bill() if place.pays else 0
         tally, access = wanted.tally, wanted.access
         access.replica, access.retries, access.fallback = tally.replica, tally.retries, tally.fallback
         if access.usage is None and tally.prompt_tokens + tally.completion_tokens:
             access.usage = Usage(tally.prompt_tokens, tally.completion_tokens)
-        await caller.admission.settle(due)
+        return due
 
 
 def is_memorable(wanted: Wanted) -> bool:

@@ -2,11 +2,13 @@
 
 import asyncio
 import logging
+import math
 import sys
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from hashlib import blake2b
+from pathlib import Path
 from typing import Any
 
 import orjson
@@ -16,6 +18,7 @@ from routing.balance import make_balancer
 from routing.breaker import Breaker
 from routing.detours import Fallback, SpillOver, Watched, WithFallbacks
 from routing.engine import Answerer, Engine
+from routing.errors import EngineConfigError
 from routing.guardrails import Guardrail, GuardrailRules, State
 from routing.models import Model, Models
 from routing.pool import Pool, RetryBudget
@@ -45,6 +48,9 @@ logger = logging.getLogger("headrace")
 NEVER_OPENS = partial(Breaker, failures=sys.maxsize, min_requests=sys.maxsize)
 LOOK_S = 1.0
 DRAINED_LOOK_S = 0.1
+START_S = 5.0  # for a new engine of this process; only scripted ones come while it runs
+
+Snapshot = Callable[[], Callable[[], bool]]
 
 
 class PoolUnit:
@@ -53,6 +59,7 @@ class PoolUnit:
 
     def __init__(self, settings: PoolSettings, pool: Pool, part: SupervisedEngine | Discovery) -> None:
         self.settings = settings
+        self.identity = identity(settings)
         self.pool = pool
         self.part = part
 
@@ -66,16 +73,35 @@ class PoolUnit:
 
 
 class Retirement:
-    """Lets a pool that is no longer configured finish what it works on, then dismisses who looks after it."""
+    """Lets a pool that is no longer configured finish what it works on, then dismisses who looks after it. What it
+    works on is more than what is in it: a request that has begun may still come, also from a fallback's other side."""
 
-    def __init__(self, unit: PoolUnit, crew: Crew) -> None:
+    def __init__(self, unit: PoolUnit, crew: Crew, snapshot: Snapshot) -> None:
         self._unit = unit
         self._crew = crew
+        self._snapshot = snapshot
 
     async def run(self) -> None:
-        while self._unit.pool.in_flight:  # noqa: ASYNC110 - a count in the path of every request is to cost nothing more
+        await asyncio.sleep(DRAINED_LOOK_S)  # what was understood before the swap runs by then
+        is_awaited = self._snapshot()
+        while is_awaited() or self._has_work():  # noqa: ASYNC110 - to tell would cost each request something
             await asyncio.sleep(DRAINED_LOOK_S)
         self._crew.dismiss(self._unit.part)
+        logger.info("pool %s: what was under way before the reload is done", self._unit.name)
+
+    def _has_work(self) -> bool:
+        stats = self._unit.pool.admission.stats()
+        return stats.in_flight + stats.waiting > 0
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """All that `Routes.adopt` needs, so that it cannot fail. `has_changes`: whether anything is not as it is now."""
+
+    settings: Settings
+    units: Mapping[str, PoolUnit]
+    models: Mapping[str, Model]
+    has_changes: bool
 
 
 class Routes:
@@ -85,9 +111,9 @@ class Routes:
     def __init__(self, settings: Settings, crew: Crew, given: Mapping[str, Engine]) -> None:
         self._crew = crew
         self._given = given
-        # Mutable state, changed by `reload` only.
+        # Mutable state, changed by `adopt` only.
         self._settings = settings
-        self.pools = {pool.name: self._make_unit(pool, settings) for pool in settings.pools}
+        self.pools: Mapping[str, PoolUnit] = {pool.name: self._make_unit(pool, settings) for pool in settings.pools}
         self._guardrails: dict[str, Guardrail] = {}
         models = self._make_models(settings, self.pools)
         self.models = Models(models)
@@ -104,36 +130,59 @@ class Routes:
         return any(unit.pool.is_ready for unit in self.pools.values())
 
     async def run(self) -> None:
-        """Look at the guardrails, until cancelled."""
+        """Look at the guardrails, also when no requests come, until cancelled."""
         while True:
             await asyncio.sleep(LOOK_S)
             for guardrail in self._guardrails.values():
                 guardrail.evaluate()
 
-    def reload(self, settings: Settings) -> None:
-        """Swap models, variants, weights, and pools, wholly or not at all; requests under way go on as they began.
+    async def prepare(self, settings: Settings) -> Prepared:
+        """Build and start what these settings need, beside what there is. Raises: SettingsError, EngineConfigError."""
+        prepared = await asyncio.to_thread(self._build, settings)  # certificates and keys are read
+        new = [unit for name, unit in prepared.units.items() if self.pools.get(name) is not unit]
+        for unit in new:
+            self._crew.add(unit.part)
+        try:
+            async with asyncio.timeout(START_S):
+                for unit in new:
+                    if isinstance(unit.part, SupervisedEngine):
+                        await unit.part.has_started.wait()
+        except TimeoutError:
+            for unit in new:
+                self._crew.dismiss(unit.part)
+            raise EngineConfigError(f"pools: a new engine has not started within {START_S:g} s") from None
+        return prepared
 
-        Raises: SettingsError, EngineConfigError.
-        """
-        units = {pool.name: self._unit_for(pool, settings) for pool in settings.pools}
-        models = self._make_models(settings, units)
-        # Nothing fails from here on.
-        old_units, self.pools = self.pools, units
+    def adopt(self, prepared: Prepared, snapshot: Snapshot) -> None:
+        """Swap models, variants, weights, and pools, all at once; requests under way, of which `snapshot` tells, go on
+        as they began."""
+        if not prepared.has_changes:
+            return
+        old_units, self.pools = self.pools, prepared.units
         old_shadows = [model.shadow for model in self.models if model.shadow is not None]
-        self._settings = settings
-        self.models.replace(models)
-        self._adopt(models)
-        for pool in settings.pools:
-            unit = units[pool.name]
+        old_settings, self._settings = self._settings, prepared.settings
+        self.models.replace(prepared.models)
+        self._adopt(prepared.models)
+        for pool in prepared.settings.pools:
+            unit = self.pools[pool.name]
+            bounds = bounds_of(pool, prepared.settings)
+            if bounds != bounds_of(unit.settings, old_settings):
+                unit.pool.admission.resize(*bounds)
             unit.settings = pool
-            unit.pool.admission.resize(*bounds_of(pool, settings))
-            if old_units.get(pool.name) is not unit:
-                self._crew.add(unit.part)
         for name, unit in old_units.items():
-            if units.get(name) is not unit:
-                self._crew.add(Retirement(unit, self._crew))
+            if self.pools.get(name) is not unit:
+                self._crew.add(Retirement(unit, self._crew, snapshot))
         for shadow in old_shadows:
             self._crew.dismiss(shadow)
+
+    def _build(self, settings: Settings) -> Prepared:
+        """Raises: SettingsError, EngineConfigError."""
+        units = {pool.name: self._unit_for(pool, settings) for pool in settings.pools}
+        sections = ("models", "pools", "admission")
+        has_changes = units != self.pools or any(
+            getattr(settings, section) != getattr(self._settings, section) for section in sections
+        )
+        return Prepared(settings, units, self._make_models(settings, units), has_changes)
 
     def _adopt(self, models: Mapping[str, Model]) -> None:
         self._guardrails = {model.name: model.guardrail for model in models.values() if model.guardrail is not None}
@@ -144,11 +193,12 @@ class Routes:
     def _unit_for(self, pool: PoolSettings, settings: Settings) -> PoolUnit:
         """The pool as it is, if what answers is the same. Raises: SettingsError, EngineConfigError."""
         old = self.pools.get(pool.name)
-        if old is None or identity(old.settings) != identity(pool):
-            if old is not None and "vllm" in (old.settings.engine, pool.engine):
-                raise SettingsError(f"pools: the options of {pool.name!r} have changed, which needs a restart")
-            return self._make_unit(pool, settings)
-        return old
+        if old is not None and old.identity == identity(pool):
+            return old
+        if pool.engine == "vllm" or (old is not None and old.settings.engine == "vllm"):
+            what = f"{pool.name!r} is new" if old is None else f"the options of {pool.name!r} have changed"
+            raise SettingsError(f"pools: {what}, which needs a restart for an engine in this process")
+        return self._make_unit(pool, settings)
 
     def _make_unit(self, settings: PoolSettings, whole: Settings) -> PoolUnit:
         """Raises: EngineConfigError."""
@@ -192,7 +242,7 @@ class Routes:
             engine = fronts[variant.pool]
             if guardrail is not None:
                 is_canary = variant.name == guardrail.rules.variant
-                engine = Watched(engine, partial(guardrail.record, is_canary))
+                engine = Watched(engine, partial(judge, guardrail, is_canary))
             if fallbacks:
                 engine = WithFallbacks(engine, fallbacks)
             pool = pools[variant.pool]
@@ -227,8 +277,18 @@ class Routes:
         if old is not None and old.rules == rules:
             return old
         guardrail = Guardrail(rules)
-        guardrail.on_change = partial(tell_change, model.name, guardrail)
+        guardrail.on_change = partial(self._note_change, model.name, guardrail)
         return guardrail
+
+    def _note_change(self, model: str, guardrail: Guardrail, old: State, new: State) -> None:
+        self.models.generation += 1
+        tell_change(model, guardrail, old, new)
+
+
+def judge(guardrail: Guardrail, is_canary: bool, is_error: bool, ttft_s: float | None) -> None:
+    """Count a request, and see at once what it changes: a canary that fails is not to fail for a second more."""
+    guardrail.record(is_canary, is_error, ttft_s)
+    guardrail.evaluate()
 
 
 def tell_change(model: str, guardrail: Guardrail, old: State, new: State) -> None:
@@ -241,16 +301,30 @@ def tell_change(model: str, guardrail: Guardrail, old: State, new: State) -> Non
 
 
 def identity(pool: PoolSettings) -> dict[str, Any]:
-    """What must stay the same for a pool to go on as it is."""
+    """What must stay the same for a pool to go on as it is: its options, and what its files hold."""
     if pool.engine == "vllm":
         return pool.model_dump(include={"engine", "vllm"})
-    return pool.model_dump(exclude={"admission", "spill_over"})
+    files = () if pool.remote is None else (pool.remote.api_key_file, pool.remote.ca_file)
+    return pool.model_dump(exclude={"admission", "spill_over"}) | {"files": [digest_of(file) for file in files]}
+
+
+def digest_of(file: Path | None) -> bytes | None:
+    """None for what cannot be read: whoever needs it will say so."""
+    try:
+        return None if file is None else blake2b(file.read_bytes()).digest()
+    except OSError:
+        return None
 
 
 def bounds_of(pool: PoolSettings, settings: Settings) -> tuple[int | None, int, int, float]:
-    """As Admission takes them."""
+    """As Admission takes them: this worker's part."""
     bounds = pool.admission or settings.admission
-    return bounds.max_in_flight, bounds.max_queue, bounds.max_queue_bytes, bounds.queue_timeout_s
+
+    def part(whole: int) -> int:
+        return math.ceil(whole / settings.server.workers)
+
+    in_flight = None if bounds.max_in_flight is None else part(bounds.max_in_flight)
+    return in_flight, part(bounds.max_queue), part(bounds.max_queue_bytes), bounds.queue_timeout_s
 
 
 def make_breaker(pool: PoolSettings) -> Breaker:

@@ -16,6 +16,7 @@ from starlette.types import Receive, Scope, Send
 
 from cache.flight import LogEvent
 
+from .connections import Line
 from .errors import ClientGone, ShuttingDown
 
 # Importing sse_starlette puts its own handler into uvicorn.Server; app/server.py has another one, and this keeps the
@@ -56,6 +57,7 @@ class EventStream(EventSourceResponse):
         encode_error: Callable[[BaseException], bytes],
         headers: dict[str, str],
         ping_s: float,
+        line: Line | None,
     ) -> None:
         super().__init__(events, headers=headers, ping=ping_s, sep=SEPARATOR)
         del self.headers["connection"]  # that is the server's to say, and it may have to say "close"
@@ -63,6 +65,7 @@ class EventStream(EventSourceResponse):
         self._events = events
         self._end = end
         self._encode_error = encode_error
+        self._write = None if line is None else line.write
         self._is_over = False
         self._is_sending = False
         self._has_sent = False
@@ -104,9 +107,11 @@ class EventStream(EventSourceResponse):
         try:
             events = await self._first
             while True:
-                self._is_sending = True
-                await send({"type": "http.response.body", "body": b"".join(map(encode, events)), "more_body": True})
-                self._is_sending = False
+                body = encode(events[0]) if len(events) == 1 else b"".join(map(encode, events))
+                if self._write is None or not self._write(body):
+                    self._is_sending = True
+                    await send({"type": "http.response.body", "body": body, "more_body": True})
+                    self._is_sending = False
                 self._has_sent = True
                 events = await anext(self._events)
         except StopAsyncIteration:

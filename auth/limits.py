@@ -75,12 +75,16 @@ class Limiter:
     so that they are right when they are needed."""
 
     def __init__(self, policy: Policy, shared: SharedCounts | None = None, window_s: int = 60) -> None:
-        self._plan = lru_cache(PLANS)(policy.plan)
+        self.use(policy)
         self._shared = shared
         self._local = LocalCounts(window_s)
         self._name = secrets.token_hex(8)
         self._numbers = itertools.count()
         self.decisions: Counter[tuple[str, str]] = Counter()
+
+    def use(self, policy: Policy) -> None:
+        """Go by another one from now on. What was counted counts; requests under way end as they began."""
+        self._plan = lru_cache(PLANS)(policy.plan)
 
     async def admit(self, principal: Principal, is_over: bool = False) -> "Admission":
         """Count a request; one whose answer is there already is over, and takes no slot.
@@ -114,17 +118,20 @@ class Limiter:
     def is_shared(self) -> bool:
         return self._shared is not None
 
-    def admit_at_once(self, principal: Principal) -> "Admission | None":
-        """Count a request that is over when this returns, by this replica's own counts; nothing is to be settled. None:
-        it has to be refused, which is left to be told, and counted, by `admit`."""
+    def admit_at_once(self, principal: Principal, is_over: bool) -> "Admission | None":
+        """Count a request by this replica's own counts; of one that is over, nothing is to be settled. None: it has to
+        be refused, which is left to be told, and counted, by `admit`."""
         plan = self._plan(principal)
         if not plan.windows and not plan.slots:
             return Admission(self, plan, "", [])
-        verdict = self._local.take(plan, is_over=True)
+        verdict = self._local.take(plan, is_over)
         if not verdict.is_taken:
             return None
         self.decisions["allowed", "local"] += 1
-        return Admission(self, plan, "", verdict.standings, is_settled=True)
+        return Admission(self, plan, "", verdict.standings, is_settled=is_over)
+
+    def settle_locally(self, plan: Plan, tokens: int) -> None:
+        self._local.settle(plan, tokens)
 
     async def settle(self, plan: Plan, lease: str, tokens: int) -> None:
         self._local.settle(plan, tokens)
@@ -153,16 +160,26 @@ class Admission:
 
     async def settle(self, tokens: int = 0) -> None:
         """Charge the tokens that the request cost, and free its slots. Only the first call counts."""
+        if self._close(tokens):
+            await self._limiter.settle(self._plan, self._lease, tokens)
+
+    def settle_at_once(self, tokens: int) -> None:
+        """The same for one of `admit_at_once`."""
+        if self._close(tokens):
+            self._limiter.settle_locally(self._plan, tokens)
+
+    def _close(self, tokens: int) -> bool:
+        """Whether there is something to settle."""
         if self._is_settled:
-            return
+            return False
         self._is_settled = True
         if not self._plan.windows and not self._plan.slots:
-            return
+            return False
         if tokens:
             for standing in self._standings:
                 if standing.window.kind == "tokens":
                     standing.used += tokens
-        await self._limiter.settle(self._plan, self._lease, tokens)
+        return True
 
     def tightest(self) -> Sequence[Standing]:
         """For requests and for tokens, the window that will be used up first."""

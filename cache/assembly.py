@@ -61,9 +61,10 @@ class Call:
 class Choice:
     """One choice in the making. `texts` are the pieces of each text field: of the delta, or just `text`."""
 
-    __slots__ = ("calls", "fields", "function_call", "logprobs", "others", "role", "texts")
+    __slots__ = ("_keys", "calls", "fields", "function_call", "logprobs", "others", "role", "texts")
 
     def __init__(self) -> None:
+        self._keys: set[str] = set()  # of the last choice that was not like the one before
         self.role: str | None = None
         self.texts: dict[str, list[str]] = {}
         self.others: dict[str, Any] = {}  # of the delta
@@ -73,6 +74,22 @@ class Choice:
         self.fields: dict[str, Any] = {}  # of the choice, `finish_reason` among them
 
     def add(self, choice: dict[str, Any]) -> None:
+        if not self._adds_content_only(choice):
+            self._keys = set(choice)
+            self._add_all(choice)
+
+    def _adds_content_only(self, choice: dict[str, Any]) -> bool:
+        """Most chunks are like the one before, with some more content, and nothing said otherwise."""
+        delta = choice.get("delta")
+        if type(delta) is not dict or len(delta) != 1 or choice.keys() != self._keys:
+            return False
+        content, pieces = delta.get("content"), self.texts.get("content")
+        if type(content) is not str or pieces is None or list(choice.values()).count(None) != len(choice) - 2:
+            return False
+        pieces.append(content)
+        return True
+
+    def _add_all(self, choice: dict[str, Any]) -> None:
         for key, value in choice.items():
             if key == "delta":
                 self._add_delta(value)
@@ -170,9 +187,10 @@ class Assembly:
                 self.choices[whole(index)] = Choice()
             choice[self._body]  # a chunk of another operation has none
             self.choices[index].add(choice)
-        for key, value in chunk.items():
-            if key not in _NOT_KEPT and (value is not None or key not in self.extras):
-                self.extras[key] = value
+        if not chunk.keys() <= _NOT_KEPT:
+            for key, value in chunk.items():
+                if key not in _NOT_KEPT and (value is not None or key not in self.extras):
+                    self.extras[key] = value
         if chunk.get("usage") is not None:
             self.usage = chunk["usage"]
         if not self.head:

@@ -6,7 +6,7 @@ gateway's, so that anybody may leave, the first one too.
 """
 
 import asyncio
-import secrets
+import random
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Coroutine, Iterator
@@ -39,7 +39,7 @@ class Flight(Generic[R]):
     def __init__(self, key: bytes, ref: bytes | None = None, is_shared: bool = False) -> None:
         self.key = key
         self.is_shared = is_shared
-        self.ref = ref or secrets.token_hex(8).encode()
+        self.ref = ref or b"%016x" % random.getrandbits(64)  # who may read is not a matter of knowing it
         self.log: list[LogEvent] = []
         self.size_bytes = 0
         self.result: R | None = None
@@ -54,6 +54,7 @@ class Flight(Generic[R]):
         self._paid = 0
         self.task: asyncio.Task[None] | None = None
         self._waiting: list[asyncio.Future[None]] = []
+        self._when_over: list[Callable[[], None]] = []
 
     def append(self, data: bytes, name: str | None = None, tells_usage: bool = False, id: bytes | None = None) -> None:
         """Add an event; without an id of another flight's log it gets the next one of this."""
@@ -73,6 +74,13 @@ class Flight(Generic[R]):
         self.cost = lambda: cost
         self.task = None
         self._wake()
+        when_over, self._when_over = self._when_over, []
+        for call in when_over:
+            call()
+
+    def when_over(self, call: Callable[[], None]) -> None:
+        """Call this at the end, of a flight that is not over; it must not raise."""
+        self._when_over.append(call)
 
     def progress(self) -> "asyncio.Future[None]":
         """Done at the next event or at the end."""

@@ -22,22 +22,17 @@ class Model:
 
 
 class Models:
-    """`generation` is another one whenever requests may fall to other variants than before."""
+    """`generation` grows whenever requests may fall to other variants than before; a guardrail's owner says when."""
 
     def __init__(self, models: Mapping[str, Model]) -> None:
-        self._reloads = 0
+        self.generation = 0
         self._models: dict[str, Model] = {}
         self.replace(models)
 
-    @property
-    def generation(self) -> tuple[int, int]:
-        return self._reloads, sum(model.split.generation for model in self._guarded)
-
     def replace(self, models: Mapping[str, Model]) -> None:
         """Swap all of them at once; requests that have found one keep it."""
-        self._reloads += 1
+        self.generation += 1
         self._models = dict(models)
-        self._guarded = [model for model in models.values() if model.guardrail is not None]
 
     def __iter__(self) -> Iterator[Model]:
         return iter(self._models.values())

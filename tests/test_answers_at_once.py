@@ -44,8 +44,8 @@ class Watched:
         self.told.append(isinstance(answer, tuple))
         return answer
 
-    async def serve(self, *request: Any) -> None:
-        await self._door.serve(*request)
+    def begin(self, *request: Any) -> None:
+        self._door.begin(*request)
 
 
 @asynccontextmanager
