@@ -21,10 +21,12 @@ from routing.errors import EngineConfigError
 from . import __version__
 from .builtin_model import FetchError, fetch
 from .logs import configure_logging
+from .place import Place
 from .security import SCOPES, digest_of, make_keys, prepare_development_secret
 from .security import create_token as sign_token
-from .settings import Settings, SettingsError, caller_token, dump_settings, load_settings
+from .settings import Settings, SettingsError, SettingsSource, caller_token, dump_settings, load_settings
 from .warm_command import WarmingError, warm
+from .workers import Workers, own_command
 
 if TYPE_CHECKING:
     from .gateway import Gateway
@@ -82,7 +84,9 @@ def parser() -> argparse.ArgumentParser:
         command.add_argument("--preset", choices=["development", "production"], help="used when the file names none")
         return command
 
-    add(commands, "serve", "start the gateway").set_defaults(command=serve)
+    start = add(commands, "serve", "start the gateway")
+    start.add_argument("--place", type=Place.load, help=argparse.SUPPRESS)  # for workers
+    start.set_defaults(command=serve)
     config = commands.add_parser("config", help="look at the settings").add_subparsers(required=True, metavar="WHAT")
     add(config, "check", "check the settings, vLLM's options included").set_defaults(command=check_config)
     add(config, "show", "print the settings in force, secrets masked").set_defaults(command=show_config)
@@ -135,18 +139,38 @@ def _rate(text: str) -> float:
 
 
 def serve(arguments: argparse.Namespace) -> int:
-    settings = load_settings(arguments.config, arguments.preset)
+    source = SettingsSource(arguments.config, arguments.preset)
+    settings = source.load()
     _configure_logging(settings)
-    from .gateway import Gateway  # the other commands do without, and are quicker for it
-
+    if arguments.place is not None:
+        server = settings.server.model_copy(update={"workers": arguments.place.workers})  # the file may have changed
+        return _serve(settings.model_copy(update={"server": server}), source, arguments.place)
     prepare_development_secret(settings)
     if settings.auth.mode == "off":
         logger.warning("authentication is off: who reaches %s may use the engines", settings.server.host)
+    return _serve(settings, source) if settings.server.workers == 1 else _serve_with_workers(settings)
+
+
+def _serve_with_workers(settings: Settings) -> int:
+    make_keys(settings.auth)  # what is wrong with them is told once
+
+    def greet(url: str) -> None:
+        logger.info("listening on %s with %d workers", url, settings.server.workers)
+        _show_example(settings, url)
+
+    code = asyncio.run(Workers(settings.server, [*own_command(), "--place"], greet).run())
+    logger.info("stopped")
+    return code
+
+
+def _serve(settings: Settings, source: SettingsSource, place: Place | None = None) -> int:
+    from .gateway import Gateway  # the other commands do without, and are quicker for it
 
     async def run() -> None:
-        gateway = Gateway(settings)
+        gateway = Gateway(settings, source=source, place=place)
+        gateway.reload_on_hangup()
         async with asyncio.TaskGroup() as group:
-            guide = group.create_task(_guide(gateway, settings))
+            guide = group.create_task(_guide(gateway, settings, is_worker=place is not None))
             try:
                 await gateway.serve()
             finally:
@@ -160,16 +184,22 @@ def serve(arguments: argparse.Namespace) -> int:
     return 0
 
 
-async def _guide(gateway: "Gateway", settings: Settings) -> None:
-    """Say where to knock, as soon as somebody is at home."""
+async def _guide(gateway: "Gateway", settings: Settings, is_worker: bool) -> None:
+    """Say where to knock, as soon as somebody is at home; of workers, their parent does."""
     await gateway.server.has_started.wait()
     url = gateway.server.url
-    logger.info("listening on %s", url)
+    if not is_worker:
+        logger.info("listening on %s", url)
     if starts := [asyncio.create_task(engine.has_started.wait()) for engine in gateway.engines.values()]:
         await asyncio.wait(starts, return_when=asyncio.FIRST_COMPLETED)
     # What is there by now stays; the garbage collector need not walk over it again and again while requests wait.
     gc.collect()
     gc.freeze()
+    if not is_worker:
+        _show_example(settings, url)
+
+
+def _show_example(settings: Settings, url: str) -> None:
     if settings.preset == "development":
         token = _example_token(settings)
         model = settings.offered_models()[0].name

@@ -27,7 +27,7 @@ class Crew:
             self._start(part)
 
     def dismiss(self, part: Part) -> None:
-        task = self._tasks.pop(part)
+        task = self._tasks.pop(part, None)
         if task is not None:
             task.cancel()
 
@@ -52,3 +52,6 @@ class Crew:
             await part.run()
         except Exception as exc:
             self._fail(exc)
+        finally:
+            if self._tasks.get(part) is asyncio.current_task():
+                del self._tasks[part]

@@ -26,7 +26,10 @@ from .engines.supervisor import SupervisedEngine
 from .errors import Failure, MethodNotAllowed, NotFound, Refusal, describe
 from .lifecycle import Lifecycle
 from .metrics import Metrics
+from .peers import Peers
+from .place import Place
 from .redis_link import RedisLink
+from .reload import Reloading
 from .routes import PoolUnit, Routes
 from .routing_endpoints import add_routing_endpoints
 
@@ -44,11 +47,15 @@ class Health:
         redis: RedisLink | None,
         key_set: KeySet | None,
         disk: DiskTier | None,
+        reloading: Reloading | None,
+        place: Place | None = None,
     ) -> None:
         self._routes = routes
         self._redis = redis
         self._key_set = key_set
         self._disk = disk
+        self._about = {} if place is None else place.about()
+        self._reloading = reloading
         self._lifecycle = lifecycle
         self._metrics = metrics
         self._process = psutil.Process()
@@ -73,6 +80,13 @@ class Health:
             keys = self._key_set.status()
             state = "down" if keys.age_s is None else "degraded" if keys.last_error else "ok"
             components["jwks"] = {"status": state, **asdict(keys)}
+        if self._reloading is not None:
+            config = self._reloading.status()
+            components["config"] = {
+                "status": "ok" if config.last_error is None else "degraded",
+                "last_error": config.last_error,
+                "loaded_at": in_iso_form(config.loaded_at),
+            }
         states = {component["status"] for component in components.values()}
         if self._lifecycle.is_draining:
             overall = "draining"
@@ -86,12 +100,13 @@ class Health:
         return {
             "status": overall,
             "version": __version__,
-            "timestamp": datetime.fromtimestamp(now, UTC).isoformat(timespec="milliseconds"),
+            "timestamp": in_iso_form(now),
             "uptime_seconds": round(now - self._lifecycle.started, 3),
             "active_requests": self._lifecycle.active_requests,
             "memory_usage_bytes": self._process.memory_info().rss,
             "requests_total": self._metrics.requests,
             "requests_failed": self._metrics.failed,
+            **self._about,
             "components": components,
         }
 
@@ -118,6 +133,10 @@ class Health:
         }
 
 
+def in_iso_form(unix_time_s: float) -> str:
+    return datetime.fromtimestamp(unix_time_s, UTC).isoformat(timespec="milliseconds")
+
+
 def add_endpoints(
     app: FastAPI,
     routes: Routes,
@@ -126,6 +145,8 @@ def add_endpoints(
     callers: Callers,
     cache: CacheParts,
     started: int,
+    peers: Peers | None = None,
+    place: Place | None = None,
 ) -> None:
     """Add all paths. Health and metrics need no token; every other one asks for a caller with a scope."""
     models = routes.models
@@ -144,7 +165,8 @@ def add_endpoints(
 
     @app.get("/metrics")
     async def prometheus() -> Response:
-        return Response(metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+        text = metrics.text() if peers is None else await peers.text()
+        return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
     def entry(name: str) -> dict[str, Any]:
         return {"id": name, "object": "model", "created": started, "owned_by": "headrace"}
@@ -160,7 +182,7 @@ def add_endpoints(
         return JSONResponse(entry(models.find(name).name))
 
     add_cache_endpoints(app, cache, callers)
-    add_routing_endpoints(app, routes, callers)
+    add_routing_endpoints(app, routes, callers, {} if place is None else place.about())
     app.add_middleware(GZipMiddleware, minimum_size=1024)
     add_error_handlers(app)
 

@@ -1,5 +1,7 @@
 """Puts the parts together; the only place that knows them all."""
 
+import asyncio
+import signal
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -35,20 +37,30 @@ from .engines.supervisor import SupervisedEngine
 from .lifecycle import Lifecycle
 from .logs import AccessLog
 from .metrics import Metrics, Parts
+from .peers import Peers
 from .pipeline import Pipeline
+from .place import Orders, Place
 from .redis_link import RedisLink
 from .relay import CODEC
+from .reload import Reloading
 from .routes import Routes
 from .security import make_authenticator, make_keys, make_policy
 from .server import Server, raise_file_limit
-from .settings import CacheSettings, Settings
+from .settings import CacheSettings, Settings, SettingsSource
 from .warming import StartupWarming, Warmer
 
 
 class Gateway:
-    """One gateway process. `engines` replaces the engines of pools by name, for tests."""
+    """One gateway process. `engines` replaces the engines of pools by name, for tests. With their `source`, settings
+    are read again when they change. `place` is that of a worker among others."""
 
-    def __init__(self, settings: Settings, engines: dict[str, Engine] | None = None) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        engines: dict[str, Engine] | None = None,
+        source: SettingsSource | None = None,
+        place: Place | None = None,
+    ) -> None:
         server = settings.server
         self._crew = Crew(lambda exc: self.server.fail(exc))
         self.routes = Routes(settings, self._crew, engines or {})
@@ -85,7 +97,10 @@ class Gateway:
             self.flights,
             flights.scope != "off",
             cache.ttl_s,
-            {model.name: model.cache_ttl_s for model in settings.models if model.cache_ttl_s is not None},
+            settings.cache_ttls_s(),
+        )
+        self.reloading = (
+            None if source is None else Reloading(source, settings, self.routes, limiter, self.answers, self.lifecycle)
         )
 
         pipeline = Pipeline(authenticator, limiter, self.routes.models, self.answers, server.max_choices)
@@ -105,16 +120,19 @@ class Gateway:
                 self.answers,
                 self.cache,
                 self.flights,
+                self.reloading,
             )
         )
-        self.health = Health(self.routes, self.lifecycle, self.metrics, self.redis, self._key_set, disk)
+        self.health = Health(
+            self.routes, self.lifecycle, self.metrics, self.redis, self._key_set, disk, self.reloading, place
+        )
         report = self.report = CacheReport(
             self.answers, self.cache, self.flights, self.metrics, self.redis, self.routes, lambda: warmer.running
         )
         cache_parts = CacheParts(pipeline, clearings, report, warmer, server.max_body_bytes, cache.warm_requests_per_s)
         start_up = (
             None
-            if cache.warm_file is None
+            if cache.warm_file is None or (place is not None and place.number > 0)  # the others find it in Redis
             else StartupWarming(
                 warmer, cache.warm_file, cache.warm_tenant, cache.warm_requests_per_s, lambda: self.health.is_ready
             )
@@ -129,6 +147,7 @@ class Gateway:
             clearings,
             report,
             start_up,
+            self.reloading,
         ):
             if part is not None:
                 self._crew.add(part)
@@ -136,7 +155,12 @@ class Gateway:
         inner = self.inner = FastAPI(title="Headrace", version=__version__, openapi_url=None, lifespan=self._lifespan)
         inner.router.redirect_slashes = False
         callers = Callers(authenticator)
-        add_endpoints(inner, self.routes, self.health, self.metrics, callers, cache_parts, started=int(time.time()))
+        peers = None if place is None else Peers(place, self.metrics)
+        if peers is not None:
+            self._crew.add(peers)
+        add_endpoints(
+            inner, self.routes, self.health, self.metrics, callers, cache_parts, int(time.time()), peers, place
+        )
         Instrumentator(registry=self.metrics.registry, excluded_handlers=["/metrics"]).instrument(
             inner, metric_namespace="headrace"
         )
@@ -151,7 +175,10 @@ class Gateway:
         )
         self.connections.answerer = door
         front = Cors(door, server.cors_origins) if server.cors_origins else door
-        self.server = Server(front, server, self.lifecycle, self.connections)
+        inherited = None if place is None else place.listeners[place.number]
+        self.server = Server(front, server, self.lifecycle, self.connections, inherited)
+        if place is not None:
+            self._crew.add(Orders(place, self.server))
 
     @asynccontextmanager
     async def _lifespan(self, app: FastAPI) -> AsyncIterator[None]:
@@ -163,6 +190,11 @@ class Gateway:
     def engines(self) -> dict[str, SupervisedEngine]:
         """Those of this process, by their pools' names."""
         return {engine.name: engine for engine in self.routes.supervised}
+
+    def reload_on_hangup(self) -> None:
+        """Read the settings again at each SIGHUP, in the process's main thread."""
+        assert self.reloading is not None
+        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self.reloading.now)
 
     async def serve(self) -> None:
         """Serve until told to stop. Raises: SettingsError, or the error for which an engine can never start."""

@@ -23,7 +23,9 @@ from .answers import Answers, Landed
 from .connections import Connections
 from .logs import Access
 from .redis_link import RedisLink
+from .reload import Reloading
 from .routes import Routes
+from .summed_metrics import Family
 
 # In seconds; from a cache hit to a long generation.
 BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
@@ -116,6 +118,18 @@ class Metrics:
     def text(self) -> bytes:
         return generate_latest(self.registry)
 
+    def families(self) -> list[Family]:
+        """The same, to be added to those of other workers."""
+        return [
+            Family(
+                metric.name,
+                metric.documentation,
+                metric.type,
+                [(sample.name, sample.labels, sample.value) for sample in metric.samples],
+            )
+            for metric in self.registry.collect()
+        ]
+
 
 @dataclass(frozen=True)
 class Parts:
@@ -131,6 +145,29 @@ class Parts:
     answers: Answers
     cache: ResponseCache | None
     flights: Flights[Landed]
+    reloading: Reloading | None
+
+
+class _Told(Collector):
+    def __init__(self, families: Sequence[Family]) -> None:
+        self._families = families
+
+    def collect(self) -> Iterable[Metric]:
+        for family in self._families:
+            metric = Metric(family.name, family.documentation, family.type)
+            for name, labels, value in family.samples:
+                metric.add_sample(name, labels, value)
+            yield metric
+
+
+def text_of(families: Sequence[Family]) -> bytes:
+    return generate_latest(_Told(families))  # type: ignore[arg-type,unused-ignore]  # older releases ask for a registry
+
+
+def of_workers(expected: int, up: int) -> Family:
+    name = "headrace_workers"
+    samples = [(name, {"state": state}, float(count)) for state, count in (("expected", expected), ("up", up))]
+    return Family(name, "Worker processes: how many there are to be, and how many answer.", "gauge", samples)
 
 
 class _Snapshot(Collector):
@@ -149,6 +186,7 @@ class _Snapshot(Collector):
         yield from self._of_callers()
         yield from self._of_redis()
         yield from self._of_keys()
+        yield from self._of_settings()
 
     def _of_requests(self) -> Iterable[Metric]:
         labels = ("operation", "model", "variant")
@@ -287,6 +325,22 @@ class _Snapshot(Collector):
         refreshes.add_metric(["ok"], status.refreshes - status.failures)
         refreshes.add_metric(["error"], status.failures)
         yield refreshes
+
+    def _of_settings(self) -> Iterable[Metric]:
+        if self._parts.reloading is None:
+            return
+        status = self._parts.reloading.status()
+        reloads = CounterMetricFamily(
+            "headrace_config_reloads", "Settings read again; result is ok, or refused.", labels=["result"]
+        )
+        for result, count in status.results.items():
+            reloads.add_metric([result], count)
+        yield reloads
+        yield GaugeMetricFamily(
+            "headrace_config_loaded_timestamp_seconds",
+            "When the settings in force were loaded, in UNIX time.",
+            value=status.loaded_at,
+        )
 
 
 def of_pools(pools: Iterable[Pool]) -> Iterable[Metric]:

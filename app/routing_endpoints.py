@@ -13,11 +13,14 @@ from .callers import Callers
 from .routes import PoolUnit, Routes
 
 
-def add_routing_endpoints(app: FastAPI, routes: Routes, callers: Callers) -> None:
+def add_routing_endpoints(app: FastAPI, routes: Routes, callers: Callers, about: dict[str, int]) -> None:
+    """`about` says who answers, where it is one of several workers, each with a view of its own."""
+
     @app.get("/v1/routing")
     async def show(principal: Annotated[Principal, callers.with_scope("routing:read")]) -> JSONResponse:
         return JSONResponse(
             {
+                **about,
                 "models": [of_model(model) for model in routes.models],
                 "pools": [of_pool(unit) for unit in routes.pools.values()],
             }

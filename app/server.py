@@ -3,10 +3,13 @@
 import asyncio
 import contextlib
 import functools
+import itertools
 import logging
+import os
 import resource
 import signal
 import socket
+from collections.abc import Awaitable, Callable, Sequence
 from types import FrameType
 
 import uvicorn
@@ -26,9 +29,19 @@ MOST_FILES = 1 << 20  # some containers say that a billion are allowed, and tabl
 
 
 class Server(uvicorn.Server):
-    """uvicorn, with the gateway's own end: a signal starts the drain, and the exit code says how it went."""
+    """uvicorn, with the gateway's own end: a signal starts the drain, and the exit code says how it went.
 
-    def __init__(self, app: ASGIApp, settings: ServerSettings, lifecycle: Lifecycle, connections: Connections) -> None:
+    A worker listens on `inherited` descriptors, and only its parent has it hurry: Ctrl-C, or who stops a service, sends
+    a signal to all processes of a gateway, and the parent says so, too."""
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        settings: ServerSettings,
+        lifecycle: Lifecycle,
+        connections: Connections,
+        inherited: tuple[int, ...] | None = None,
+    ) -> None:
         super().__init__(
             uvicorn.Config(
                 app,
@@ -46,6 +59,10 @@ class Server(uvicorn.Server):
         )
         self._settings = settings
         self._lifecycle = lifecycle
+        self._inherited = inherited
+        self._listen: Callable[..., Awaitable[asyncio.Server]]  # from `startup` on
+        # Mutable state: those who listen for other workers, changed by `cover` and `uncover`.
+        self._covered: dict[tuple[int, ...], list[asyncio.Server]] = {}
         self._drain: asyncio.Task[None] | None = None
         self._is_leaving = asyncio.Event()
         self.failure: BaseException | None = None
@@ -70,12 +87,22 @@ class Server(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         # Called by the interpreter between two steps of the loop, in the loop's thread.
-        asyncio.get_running_loop().call_soon_threadsafe(self.stop, signal.Signals(sig).name)
+        stop = self.stop if self._inherited is None else self.begin_drain
+        asyncio.get_running_loop().call_soon_threadsafe(stop, signal.Signals(sig).name)
 
     def stop(self, why: str) -> None:
         """Drain, then leave; said twice, leave with no further wait."""
         if self._drain is not None:
-            self._lifecycle.hurry()
+            self.hurry()
+        self.begin_drain(why)
+
+    def hurry(self) -> None:
+        """Have the drain wait no longer."""
+        self._lifecycle.hurry()
+
+    def begin_drain(self, why: str) -> None:
+        """Drain, then leave; said twice, it changes nothing."""
+        if self._drain is not None:
             return
         logger.info("stopping (%s)", why)
         self._drain = asyncio.get_running_loop().create_task(self._lifecycle.drain())
@@ -94,7 +121,7 @@ class Server(uvicorn.Server):
                 config=config, server_state=self.server_state, app_state=self.lifespan.state, _loop=loop
             )
 
-        listen = functools.partial(
+        self._listen = functools.partial(
             loop.create_server,
             make_connection,
             backlog=settings.backlog,
@@ -102,17 +129,34 @@ class Server(uvicorn.Server):
             ssl_handshake_timeout=settings.header_timeout_s if config.ssl else None,
         )
         try:
-            self.servers = [await listen(settings.host, settings.port)]
+            self.servers = await self._open()
         except OSError as exc:
             await self.lifespan.shutdown()
             raise SettingsError(f"cannot listen on {settings.host}:{settings.port}: {exc.strerror or exc}") from exc
-        # uvloop takes one connection from each listener in a pass of the loop, which is slow when the loop is busy.
-        for listener in self.servers[0].sockets:
-            for _ in range(TAKEN_IN_A_PASS - 1):
-                same = socket.fromfd(listener.fileno(), listener.family, listener.type)
-                self.servers.append(await listen(sock=same))
         self.started = True
         self.has_started.set()
+
+    async def _open(self) -> list[asyncio.Server]:
+        if self._inherited is not None:
+            return await self._listen_on(self._inherited, TAKEN_IN_A_PASS)
+        server = await self._listen(self._settings.host, self._settings.port)
+        same = await self._listen_on([listener.fileno() for listener in server.sockets], TAKEN_IN_A_PASS - 1)
+        return [server, *same]
+
+    async def _listen_on(self, descriptors: Sequence[int], times: int) -> list[asyncio.Server]:
+        # uvloop takes one connection from each listener in a pass of the loop, which is slow when the loop is busy.
+        copies = [os.dup(descriptor) for descriptor in descriptors for _ in range(times)]
+        return [await self._listen(sock=socket.socket(fileno=copy)) for copy in copies]
+
+    async def cover(self, descriptors: tuple[int, ...]) -> None:
+        """Take the connections of another worker, too."""
+        if descriptors not in self._covered:
+            self._covered[descriptors] = []
+            self._covered[descriptors] += await self._listen_on(descriptors, 1)
+
+    def uncover(self, descriptors: tuple[int, ...]) -> None:
+        for server in self._covered.pop(descriptors, ()):
+            server.close()
 
     async def main_loop(self) -> None:
         """uvicorn's, which looks ten times a second whether it has to end; this one is told."""
@@ -122,7 +166,7 @@ class Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """uvicorn's, which sleeps for at least 0.1 s."""
-        for server in self.servers:
+        for server in (*self.servers, *itertools.chain(*self._covered.values())):
             server.close()
         state = self.server_state
         for connection in list(state.connections):

@@ -43,14 +43,14 @@ class Overloaded(RoutingError):
 
 @dataclass(frozen=True, slots=True)
 class AdmissionStats:
-    """What is there now, and counts since the start. `waited` and `waited_s` are of those who waited and got in;
-    `drain_per_s` is None before anything was measured."""
+    """What is there now, and counts since the start. `refused` is by cause; `waited` and `waited_s` are of those who
+    waited and got in; `drain_per_s` is None before anything was measured."""
 
     in_flight: int
     waiting: int
     waiting_bytes: int
     admitted: int
-    refused: Counter[str]
+    refused: dict[str, int]
     waited: int
     waited_s: float
     drain_per_s: float | None
@@ -163,7 +163,7 @@ class Admission:
             waiting=self._waiting,
             waiting_bytes=self._waiting_bytes,
             admitted=self._admitted,
-            refused=self._refused.copy(),
+            refused=dict(self._refused),
             waited=self._waited,
             waited_s=self._waited_s,
             drain_per_s=self._drain.per_s(is_full=self._is_full()),

@@ -13,6 +13,9 @@ from .radix import LOOKED_AT_BYTES, PrefixTree
 from .replica import Replica
 
 CLIP_LEVELS = 5  # messages, message, parts, part, image_url
+# Requests that a replica always has room for: an engine works on a few in one batch in about the time of one, while a
+# session that is moved for one or two of them finds no KV cache where it comes.
+FEW = 4
 
 BalancerName = Literal["round_robin", "least_in_flight", "p2c_peak_ewma", "consistent_hash", "prefix"]
 
@@ -22,8 +25,12 @@ class Balancer(Protocol):
         """One of the replicas, which are available and at least one. `streams`: whether the answer will be a stream."""
         ...
 
+    def forget(self, replica: str) -> None:
+        """It is gone. Most know nothing of one that they could forget."""
+        return
 
-class RoundRobin:
+
+class RoundRobin(Balancer):
     """Each in turn."""
 
     def __init__(self) -> None:
@@ -34,7 +41,7 @@ class RoundRobin:
         return replicas[self._turn % len(replicas)]
 
 
-class LeastInFlight:
+class LeastInFlight(Balancer):
     """The one with the fewest requests in flight; those with as many, in turn."""
 
     def __init__(self) -> None:
@@ -45,7 +52,7 @@ class LeastInFlight:
         return min(_from_turn(replicas, self._turn), key=_in_flight)
 
 
-class P2cPeakEwma:
+class P2cPeakEwma(Balancer):
     """The better of two taken at random (Mitzenmacher, The power of two choices in randomized load balancing, 2001), by
     latency and requests in flight. Taking the best of all would send every request of a moment to one replica."""
 
@@ -62,10 +69,11 @@ class P2cPeakEwma:
         return one if one.cost(streams) <= other.cost(streams) else other
 
 
-class ConsistentHash:
+class ConsistentHash(Balancer):
     """The one that the call's affinity falls to, by rendezvous hashing with bounded loads (Mirrokni, Thorup and
     Zadimoghaddam, Consistent hashing with bounded loads, 2016): one that has `imbalance` times its share of the
-    requests in flight is passed over for the next in rank. Calls without affinity go where the fewest are in flight."""
+    requests in flight, and FEW at least, is passed over for the next in rank. Calls without affinity go where the
+    fewest are in flight."""
 
     def __init__(self, imbalance: float = 1.25) -> None:
         self._imbalance = imbalance
@@ -80,10 +88,10 @@ class ConsistentHash:
         return max(below, key=lambda replica: weight_score(affinity, replica.name.encode(), 1.0))
 
 
-class Prefix:
-    """The one that was sent most of the prompt's beginning before, and so has it in its KV cache, unless more than
-    `imbalance` times its share of the requests in flight are there: then the next. Where that is equal, as for prompts
-    that begin like no other, the one with the fewest in flight."""
+class Prefix(Balancer):
+    """The one that was sent most of the prompt's beginning before, and so has it in its KV cache, unless `imbalance`
+    times its share of the requests in flight, and FEW at least, are there: then the next. Where that is equal, as for
+    prompts that begin like no other, the one with the fewest in flight."""
 
     def __init__(self, tree: PrefixTree | None = None, imbalance: float = 1.5) -> None:
         self.tree = tree or PrefixTree()
@@ -96,11 +104,14 @@ class Prefix:
         bound = _bound(replicas, self._imbalance)
         self._turn += 1
         chosen = min(
-            (replica for replica in _from_turn(replicas, self._turn) if replica.in_flight <= bound),
+            (replica for replica in _from_turn(replicas, self._turn) if replica.in_flight < bound),
             key=lambda replica: (-matched.get(replica.name, 0), replica.in_flight),
         )
         self.tree.insert(prompt, chosen.name)
         return chosen
+
+    def forget(self, replica: str) -> None:
+        self.tree.forget(replica)
 
 
 def make_balancer(
@@ -163,7 +174,7 @@ def _clip(value: Any, levels: int) -> Any:
 def _bound(replicas: Sequence[Replica], imbalance: float) -> int:
     """How many requests in flight are enough for one replica; at least one has fewer, if `imbalance` is not below 1."""
     in_flight = sum(map(_in_flight, replicas))
-    return ceil(imbalance * (in_flight + 1) / len(replicas))
+    return max(FEW, ceil(imbalance * (in_flight + 1) / len(replicas)))
 
 
 def _from_turn(replicas: Sequence[Replica], turn: int) -> list[Replica]:

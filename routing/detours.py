@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 from .admission import Overloaded
 from .engine import Answer, Answerer, Call, Event
@@ -104,12 +104,19 @@ class WithFallbacks:
         return True
 
 
+class Spillway(Answerer, Protocol):
+    """What takes what is too much for another, while it can."""
+
+    @property
+    def is_ready(self) -> bool: ...
+
+
 class SpillOver:
     """Sends requests to `other` while the engine's own queue is long: from `above` requests in it on, until there are
-    as few as `until`. `waiting` tells how long it is."""
+    as few as `until`. `waiting` tells how long it is. Where `other` cannot answer, a long queue is better."""
 
     def __init__(
-        self, name: str, first: Answerer, other: Answerer, waiting: Callable[[], int], above: int, until: int
+        self, name: str, first: Answerer, other: Spillway, waiting: Callable[[], int], above: int, until: int
     ) -> None:
         self._name = name
         self._first = first
@@ -130,7 +137,7 @@ class SpillOver:
         if self.is_spilling != (waiting > (self._until if self.is_spilling else self._above)):
             self.is_spilling = not self.is_spilling
             logger.info("pool %s: %s", self._name, "spills over" if self.is_spilling else "takes all requests again")
-        if not self.is_spilling:
+        if not (self.is_spilling and self._other.is_ready):
             return self._first
         self.spilled += 1
         return self._other

@@ -26,17 +26,27 @@ REST_S = 1.0  # of a replica that is overloaded and does not say for how long
 NO_REPLICA_RETRY_S = 2.0
 
 
+class EngineRefused(EngineError):
+    """The engine does not do what the gateway asks of it, whatever the request is. Another one may, and this one is
+    well."""
+
+
 class RetryBudget:
     """Retries as a share of requests, as Finagle's RetryBudget: each request brings `share` of a retry, each retry
-    takes one. `reserve` are there at the start and saved up at most, so that a pool that is asked little can retry."""
+    takes one. `reserve` are saved up at most. So many are there at the start, too, for a pool that is asked little; the
+    first requests pay them back, so that the share is kept from the start on."""
 
     def __init__(self, share: float, reserve: float = 10.0) -> None:
         self._share = share
         self._reserve = reserve
-        self._balance = reserve if share > 0 else 0.0
+        # Mutable state: retries that there are, and those that are still to be paid back.
+        self._balance = self._debt = reserve if share > 0 else 0.0
 
     def deposit(self) -> None:
-        self._balance = min(self._balance + self._share, self._reserve)
+        if self._debt > 0.0:
+            self._debt -= self._share
+        else:
+            self._balance = min(self._balance + self._share, self._reserve)
 
     def withdraw(self) -> bool:
         """Whether a retry is within the budget; it is taken from it then."""
@@ -167,8 +177,11 @@ class Pool:
         return self.balancer.choose(available, call, streams) if available else None
 
     async def _wait_for_one(self, call: Call, streams: bool) -> Replica:
-        """Raises: EngineUnavailable."""
+        """Raises: EngineUnavailable, EngineOverloaded."""
         self._waited += 1
+        rests_s = self._rests()
+        if len(rests_s) == len(self.replicas) and min(rests_s, default=0.0) > self._ready_wait_s:
+            raise EngineOverloaded(min(rests_s))
         deadline = time.monotonic() + self._ready_wait_s
         while time.monotonic() < deadline:
             await asyncio.sleep(min(LOOK_S, self._ready_wait_s))
@@ -176,7 +189,14 @@ class Pool:
                 return replica
         raise self._unavailable()
 
-    def _unavailable(self) -> EngineUnavailable:
+    def _rests(self) -> list[float]:
+        """Seconds for which replicas rest that could be asked otherwise."""
+        stats = [replica.stats() for replica in self.replicas if replica.backend.is_ready and replica.breaker.allows]
+        return [replica.resting_s for replica in stats if replica.resting_s > 0]
+
+    def _unavailable(self) -> EngineUnavailable | EngineOverloaded:
+        if rests_s := self._rests():
+            return EngineOverloaded(min(rests_s))
         reasons = [reason for replica in self.replicas if (reason := replica.unavailable()) is not None]
         return min(
             reasons,
@@ -203,10 +223,11 @@ class Pool:
 
 def judge(error: RoutingError, lease: Lease, replica: Replica) -> None:
     """What an error says of the replica. There are three cases: it has too much to do, and gets a rest; it was not to
-    blame, as for a request that is wrong, or while its supervisor starts it again; or it failed."""
+    blame, as for a request that is wrong, while its supervisor starts it again, or when the gateway itself has too much
+    to do; or it failed."""
     if isinstance(error, EngineOverloaded):
         replica.rest(REST_S if error.retry_after_s is None else error.retry_after_s)
-    elif isinstance(error, EngineError) and not isinstance(error, EngineUnavailable):
+    elif isinstance(error, EngineError) and not isinstance(error, EngineUnavailable | EngineRefused):
         lease.fail()
     else:
         lease.ignore()

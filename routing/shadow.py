@@ -10,6 +10,7 @@ import asyncio
 import dataclasses
 import logging
 import re
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -35,6 +36,7 @@ from .split import Variant
 
 COMPARED_WORDS = 1000  # of an answer, all its choices together: that takes a millisecond
 COMPARED_BYTES = 512 * 1024  # a longer answer is not decoded: that alone would take milliseconds
+PRIORITY = -sys.maxsize  # of copies: where callers wait for the same pool, they go first
 
 # Without spaces between words, as in Chinese and Japanese, each character is one.
 WORD = re.compile(r"[\u3040-\u30ff\u3400-\u9fff]|[^\s\u3040-\u30ff\u3400-\u9fff]+")
@@ -166,9 +168,10 @@ class Shadow:
 
 
 def copy_of(call: Call) -> Call:
-    """The same call for a whole answer, with an account and an id of its own."""
+    """The same call for a whole answer, with an account and an id of its own, which gives way to all others."""
     body = {name: value for name, value in call.body.items() if name not in ("stream", "stream_options")}
-    return dataclasses.replace(call, body=body, request_id=f"{call.request_id}-shadow", tally=Tally())
+    request_id = f"{call.request_id}-shadow"
+    return dataclasses.replace(call, body=body, request_id=request_id, tally=Tally(), priority=PRIORITY)
 
 
 def difference(answer: bytes, other: bytes) -> float | None:

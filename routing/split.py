@@ -16,7 +16,7 @@ class VariantNotFound(RoutingError):
     """The model has no variant of this name."""
 
     def __init__(self, variant: str) -> None:
-        super().__init__(f"The variant {variant!r} does not exist.")
+        super().__init__(f"The variant {variant[:50]!r} does not exist.")
         self.variant = variant
 
 

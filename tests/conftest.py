@@ -12,7 +12,7 @@ import pytest
 
 from app.engines.scripted import Script, ScriptedEngine
 from app.gateway import Gateway
-from app.settings import Settings
+from app.settings import Settings, SettingsSource
 
 from .redis_server import RedisServer, redis_server
 
@@ -45,11 +45,12 @@ class Connection(NamedTuple):
 
 
 class Client:
-    """Speaks to one gateway; `engine` is what answers in it."""
+    """Speaks to one gateway; `engines` are what answers in it, by their pools' names, `engine` is the first of them."""
 
-    def __init__(self, gateway: Gateway, engine: ScriptedEngine, http: httpx.AsyncClient) -> None:
+    def __init__(self, gateway: Gateway, engines: dict[str, ScriptedEngine], http: httpx.AsyncClient) -> None:
         self.gateway = gateway
-        self.engine = engine
+        self.engines = engines
+        self.engine = next(iter(engines.values()))
         self.http = http
         host, port = gateway.server.servers[0].sockets[0].getsockname()[:2]
         self.address: tuple[str, int] = (host, port)
@@ -103,8 +104,12 @@ class Client:
     async def until_idle(self, timeout_s: float = 1.0) -> None:
         """Wait until nothing of any request is left; fail after `timeout_s`."""
         async with asyncio.timeout(timeout_s):
-            while self.engine.load.running or self.gateway.lifecycle.active_requests:
+            while self._is_busy():
                 await asyncio.sleep(0.005)
+
+    def _is_busy(self) -> bool:
+        running = sum(engine.load.running for engine in self.engines.values())
+        return running + self.gateway.lifecycle.active_requests > 0
 
 
 @asynccontextmanager
@@ -112,23 +117,24 @@ async def serving(
     script: Script | Callable[..., Script] | None = None,
     server: dict[str, Any] | None = None,
     engine: ScriptedEngine | None = None,
+    engines: dict[str, ScriptedEngine] | None = None,
+    source: SettingsSource | None = None,
     **settings: Any,
 ) -> AsyncIterator[Client]:
-    engine = engine or ScriptedEngine(script or Script("One two three four five."))
-    configured = make_settings(server, **settings)
-    gateway = Gateway(configured, {"demo": engine})
+    """Without `engines`, `engine` or `script` answers in the pool `demo`. `source` is in place of all settings."""
+    engines = engines or {"demo": engine or ScriptedEngine(script or Script("One two three four five."))}
+    configured = make_settings(server, **settings) if source is None else source.load()
+    gateway = Gateway(configured, dict(engines), source)
     task = asyncio.create_task(gateway.serve())
     try:
-        await asyncio.wait(
-            [task, asyncio.create_task(gateway.engines["demo"].has_started.wait())],
-            return_when=asyncio.FIRST_COMPLETED,
-        )
+        starts = asyncio.gather(*(engine.has_started.wait() for engine in gateway.engines.values()))
+        await asyncio.wait([task, starts], return_when=asyncio.FIRST_COMPLETED)
         await gateway.server.has_started.wait()
         url = gateway.server.url
         limits = httpx.Limits(max_connections=None)
         # Without TLS there is nothing to verify, and no need to load the certificates each time.
         async with httpx.AsyncClient(base_url=url, timeout=20, limits=limits, verify=False) as http:
-            client = Client(gateway, engine, http)
+            client = Client(gateway, engines, http)
             try:
                 yield client
             finally:

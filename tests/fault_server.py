@@ -31,9 +31,16 @@ class FaultServer:
     """`probes` are the requests for /health and /v1/models, which always are answered well, but for `health_status`
     and `health_stalls`; all others are in `requests`."""
 
-    def __init__(self, behaviour: Behaviour = GOOD, tls: ssl.SSLContext | None = None) -> None:
-        self.port = free_port()
-        self.url = f"http{'s' if tls else ''}://127.0.0.1:{self.port}"
+    def __init__(
+        self,
+        behaviour: Behaviour = GOOD,
+        tls: ssl.SSLContext | None = None,
+        host: str = "127.0.0.1",
+        port: int | None = None,
+    ) -> None:
+        self.host = host
+        self.port = port or free_port()
+        self.url = f"http{'s' if tls else ''}://{host}:{self.port}"
         self.gate = Gate()
         self.health_status = 200
         self.health_stalls = False
@@ -76,7 +83,7 @@ class FaultServer:
             reader = Reader(LONGEST_REQUEST)
             return asyncio.StreamReaderProtocol(reader, lambda _, writer: self._handle(reader, writer))
 
-        self._server = await loop.create_server(protocol, "127.0.0.1", self.port, ssl=self._tls)
+        self._server = await loop.create_server(protocol, self.host, self.port, ssl=self._tls, backlog=1000)
 
     async def stop(self) -> None:
         """Refuse connections, and drop those that are open."""
@@ -117,9 +124,9 @@ class FaultServer:
 
     def _behaviour_for(self, request: Request) -> Behaviour:
         """Write down the request, and look up how to answer it."""
-        if request.method == "GET" and request.path in ("/health", "/v1/models"):
+        if request.method == "GET" and request.path.endswith(("/health", "/v1/models")):
             self.probes.append(request)
-            if request.path == "/health":
+            if request.path.endswith("/health"):
                 return Behaviour(
                     status=self.health_status, body=b"", stall_before_headers_s=STALL_S * self.health_stalls
                 )
@@ -301,8 +308,13 @@ def http_date(in_s: float) -> str:
 
 
 @asynccontextmanager
-async def fault_server(behaviour: Behaviour = GOOD, tls: ssl.SSLContext | None = None) -> AsyncIterator[FaultServer]:
-    upstream = FaultServer(behaviour, tls)
+async def fault_server(
+    behaviour: Behaviour = GOOD,
+    tls: ssl.SSLContext | None = None,
+    host: str = "127.0.0.1",
+    port: int | None = None,
+) -> AsyncIterator[FaultServer]:
+    upstream = FaultServer(behaviour, tls, host, port)
     await upstream.start()
     try:
         yield upstream

@@ -9,6 +9,7 @@ import orjson
 import pytest
 
 from routing.balance import (
+    FEW,
     Balancer,
     BalancerName,
     ConsistentHash,
@@ -182,7 +183,20 @@ def test_one_hot_key_keeps_every_replica_within_the_bound(replicas: list[Replica
     balancer = ConsistentHash(imbalance=1.25)
     for number in range(1, 401):
         balancer.choose(replicas, call(b"hot"), True).acquire(True)
-        assert max(replica.in_flight for replica in replicas) <= -(-5 * number // 16)  # ceil(1.25 * number / 4)
+        bound = max(FEW, -(-5 * number // 16))  # ceil(1.25 * number / 4)
+        assert max(replica.in_flight for replica in replicas) <= bound
+
+
+def test_few_requests_in_flight_move_nobody(replicas: list[Replica]) -> None:
+    for number in range(50):
+        balancer = ConsistentHash()
+        key = call(b"session-%d" % number)
+        home = balancer.choose(replicas, key, True)
+        leases = [balancer.choose(replicas, key, True).acquire(True) for _ in range(FEW)]
+        assert home.in_flight == FEW
+        assert balancer.choose(replicas, key, True) is not home
+        for lease in leases:
+            lease.release()
 
 
 def test_without_affinity_the_least_loaded_gets_it(replicas: list[Replica]) -> None:
@@ -223,7 +237,7 @@ def test_system_prompt_that_all_share_does_not_take_all_to_one_replica(replicas:
         leases.append(replica.acquire(True))
         if len(leases) > 40:
             leases.pop(chance.randrange(40)).release()
-        assert max(replica.in_flight for replica in replicas) <= 1.5 * (len(leases) + 1) / 4 + 2
+        assert max(replica.in_flight for replica in replicas) <= max(FEW, 1.5 * (len(leases) + 1) / 4 + 2)
     assert all(count > 2000 / 4 / 2 for count in chosen.values())
 
 
@@ -234,10 +248,10 @@ def test_overloaded_replica_is_passed_over_for_the_next_longest_match(replicas: 
     tree.insert(prompt_of(asked.body), "a")
     tree.insert(prompt_of(chat().body), "c")
     assert balancer.choose(replicas, asked, True).name == "a"
-    load(replicas[0], 3)  # the bound is ceil(1.5 * 4 / 4) = 2
+    load(replicas[0], FEW)
     load(replicas[2], 1)
     assert balancer.choose(replicas, asked, True).name == "c"
-    load(replicas[2], 5)  # and now 4, of 9
+    load(replicas[2], 7)  # the bound is ceil(1.5 * 13 / 4) = 5
     assert balancer.choose(replicas, asked, True).name == "a"
 
 
@@ -253,7 +267,7 @@ def test_few_bytes_more_in_common_are_worth_nothing(replicas: list[Replica]) -> 
 def test_forgotten_replica_is_like_a_new_one(replicas: list[Replica]) -> None:
     balancer = Prefix()
     first = balancer.choose(replicas, chat("x"), True)
-    balancer.tree.forget(first.name)
+    balancer.forget(first.name)
     load(first, 1)
     assert balancer.choose(replicas, chat("x"), True) is not first
 

@@ -4,7 +4,7 @@ import asyncio
 import logging
 import socket
 import ssl
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import replace
 from urllib.parse import urlsplit
 
@@ -21,15 +21,31 @@ logger = logging.getLogger("headrace")
 
 PORTS = {"http": 80, "https": 443}
 
+# What a name stands for now, as addresses. Raises: OSError, and UnicodeError for what cannot be a name.
+Resolver = Callable[[str], Awaitable[Iterable[str]]]
+
+
+async def resolve(name: str) -> set[str]:
+    """As this host does it. Raises: OSError, UnicodeError."""
+    found = await asyncio.get_running_loop().getaddrinfo(name, None, type=socket.SOCK_STREAM)
+    return {str(address[0]) for *_, address in found}
+
 
 class Discovery:
     """Keeps a pool's replicas: with `urls` they are there at once, with `dns` as soon as `run` has resolved it. A name
     that does not resolve changes nothing; what the probes say of the replicas counts."""
 
-    def __init__(self, pool: Pool, settings: RemoteSettings, make_breaker: Callable[[], Breaker]) -> None:
+    def __init__(
+        self,
+        pool: Pool,
+        settings: RemoteSettings,
+        make_breaker: Callable[[], Breaker],
+        resolver: Resolver = resolve,
+    ) -> None:
         self._pool = pool
         self._settings = settings
         self._make_breaker = make_breaker
+        self._resolver = resolver
         self._upstream = make_upstream(settings)
         self.last_error: str | None = None
         # Mutable state: replicas by name, and the tasks that probe them.
@@ -53,21 +69,19 @@ class Discovery:
                 await asyncio.sleep(self._settings.resolve_every_s)
 
     async def _resolve(self, url: str) -> None:
-        parts = urlsplit(url)
-        port = parts.port or PORTS[parts.scheme]
-        assert parts.hostname is not None
+        name = urlsplit(url).hostname
+        assert name is not None
         try:
-            found = await asyncio.get_running_loop().getaddrinfo(parts.hostname, port, type=socket.SOCK_STREAM)
-        except OSError as exc:
-            error = f"{parts.hostname} does not resolve: {exc.strerror or exc}"
+            addresses = sorted(set(await self._resolver(name)))
+        except (OSError, UnicodeError) as exc:
+            error = f"{name} does not resolve: {getattr(exc, 'strerror', None) or exc}"
             if self.last_error is None:
                 logger.warning("pool %s: %s", self._pool.name, error)
             self.last_error = error
             return
         self.last_error = None
-        addresses = sorted({str(address[0]) for *_, address in found})
         if not self._replicas or set(addresses) != {engine.host for engine in self._engines.values()}:
-            logger.info("pool %s: %s is %s", self._pool.name, parts.hostname, ", ".join(addresses))
+            logger.info("pool %s: %s is %s", self._pool.name, name, ", ".join(addresses))
             self._use([self._make_engine(url, address) for address in addresses])
 
     def _make_engine(self, url: str, address: str | None = None) -> RemoteEngine:
@@ -103,8 +117,8 @@ def make_upstream(settings: RemoteSettings) -> Upstream:
     if settings.api_key_file is not None:
         try:
             api_key = settings.api_key_file.read_text().strip()
-        except OSError as exc:
-            raise EngineConfigError(f"{settings.api_key_file}: {exc.strerror or exc}") from exc
+        except (OSError, UnicodeError) as exc:
+            raise EngineConfigError(f"{settings.api_key_file}: {getattr(exc, 'strerror', None) or exc}") from exc
     return Upstream(
         api_key,
         settings.model,

@@ -7,6 +7,7 @@ from routing.errors import EngineError
 
 MAX_EVENT_BYTES = 16 * 1024 * 1024
 BOM = b"\xef\xbb\xbf"
+TOO_LARGE = "The engine sent an event that is too large."
 
 
 class ParsedEvent(NamedTuple):
@@ -16,8 +17,11 @@ class ParsedEvent(NamedTuple):
 
 class EventParser:
     def __init__(self) -> None:
-        # Mutable state: what has come of an event that is not whole, its lines ended by LF alone.
+        # Mutable state: what has come of an event that is not whole, its lines ended by LF alone; and what has come of
+        # it since, of one that is long, so that it is not copied with each part of it.
         self._rest = b""
+        self._more: list[bytes] = []
+        self._size_bytes = 0
         self._ends_with_cr = False
         self._is_begun = False
 
@@ -28,10 +32,15 @@ class EventParser:
         if b"\r" in data or self._ends_with_cr:
             data = self._with_lf(data)
         if self._rest:
-            data = self._rest + data
+            if not (b"\n\n" in data or (data.startswith(b"\n") and self._is_after_lf())):
+                self._put_by(data)
+                return []
+            data = b"".join([self._rest, *self._more, data])
+            self._more.clear()
+            self._size_bytes = 0
         *blocks, self._rest = data.split(b"\n\n")
         if len(self._rest) > MAX_EVENT_BYTES:
-            raise EngineError("The engine sent an event that is too large.")
+            raise EngineError(TOO_LARGE)
         events = []
         for block in blocks:
             if block.startswith(b"data: ") and b"\n" not in block:
@@ -39,6 +48,17 @@ class EventParser:
             elif (event := interpret(block)) is not None:
                 events.append(event)
         return events
+
+    def _is_after_lf(self) -> bool:
+        return (self._more[-1] if self._more else self._rest).endswith(b"\n")
+
+    def _put_by(self, data: bytes) -> None:
+        """Raises: EngineError."""
+        if data:
+            self._more.append(data)
+        self._size_bytes += len(data)
+        if len(self._rest) + self._size_bytes > MAX_EVENT_BYTES:
+            raise EngineError(TOO_LARGE)
 
     def _without_bom(self, data: bytes) -> bytes:
         data = self._rest + data

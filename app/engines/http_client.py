@@ -2,26 +2,33 @@
 
 httpx and aiohttp take ten and three times as much of the CPU for a request ("Remote engines" in docs/performance.md).
 There is no bound on the number of connections: how much an engine is given is for the admission to say. An answer has
-deadlines for its first byte, between its bytes, and for its end; one timer looks after those of all connections.
+deadlines for its first byte, between its bytes, and for its end; one timer looks after those of all connections. When
+that timer is late itself, so was everything in this process, and the deadlines are put off by as much.
 """
 
 import asyncio
+import errno
 import ssl
 import time
-import zlib
-from collections.abc import AsyncGenerator
 from dataclasses import dataclass
+from math import inf
 
 import httptools
 
-from routing.errors import EngineError, EngineTimeout, EngineUnreachable
+from routing.errors import EngineError, EngineTimeout, EngineUnavailable, EngineUnreachable
+
+from .content_coding import Decoder
 
 LOOK_S = 0.1  # how often deadlines are looked at
+LATE_S = 0.01  # more than this is a busy event loop, and not a timer's grain
 IDLE_S = 30.0
+SETTLE_S = 1.0  # for the end of an answer after its last word
 MAX_HEAD_BYTES = 65536
 MAX_ANSWER_BYTES = 64 * 1024 * 1024
-GZIP_OR_ZLIB = zlib.MAX_WBITS | 32
-KEPT = frozenset({b"content-type", b"content-encoding", b"content-length", b"transfer-encoding", b"retry-after"})
+# What connecting fails by when it is this host that has too much to do: no files, ports, or memory left.
+LOCAL_OVERLOAD = frozenset({errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL, errno.ENOBUFS, errno.ENOMEM})
+FRAMING = frozenset({b"content-length", b"transfer-encoding"})  # without these an answer lasts until the close
+KEPT = FRAMING | {b"content-type", b"content-encoding", b"retry-after"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +59,7 @@ class Response:
         self.error: Exception | None = None
         self._parts: list[bytes] = []
         self._size_bytes = 0
-        self._decoder: zlib._Decompress | None = None
+        self._decoder: Decoder | None = None
         self._waiter: asyncio.Future[None] | None = None
 
     # For the connection
@@ -60,18 +67,13 @@ class Response:
     def decode(self) -> None:
         """Prepare for the body's coding (RFC 9110, section 8.4). Raises: EngineError."""
         coding = self.headers.get(b"content-encoding", b"identity").strip().lower()
-        if coding in (b"gzip", b"x-gzip", b"deflate"):
-            self._decoder = zlib.decompressobj(GZIP_OR_ZLIB)
-        elif coding not in (b"identity", b""):
-            raise EngineError("The engine's answer has an unknown content coding.")
+        if coding not in (b"identity", b""):
+            self._decoder = Decoder(coding)
 
     def add(self, data: bytes) -> None:
         """Raises: EngineError."""
         if self._decoder is not None:
-            try:
-                data = self._decoder.decompress(data, MAX_ANSWER_BYTES - self._size_bytes + 1)
-            except zlib.error as exc:
-                raise EngineError("The engine's answer is not compressed as it says.") from exc
+            data = self._decoder.decode(data, MAX_ANSWER_BYTES - self._size_bytes + 1)
         self._size_bytes += len(data)
         if self._size_bytes > MAX_ANSWER_BYTES:
             raise EngineError("The engine's answer is too large.")
@@ -79,7 +81,7 @@ class Response:
             self._parts.append(data)
 
     def end(self, error: Exception | None) -> None:
-        if error is None and self._decoder is not None and not self._decoder.eof:
+        if error is None and self._decoder is not None and not self._decoder.is_whole:
             error = EngineError("The engine's answer ended early.")
         self.error = error
         self.is_over = True
@@ -120,6 +122,7 @@ class Connection(asyncio.Protocol):
         "_parser",
         "answers",
         "data_at",
+        "ends_by",
         "has_data",
         "idle_since",
         "is_open",
@@ -138,6 +141,7 @@ class Connection(asyncio.Protocol):
         # Of the answer under way.
         self.response: Response | None = None
         self.sent_at = self.data_at = 0.0
+        self.ends_by = inf
         self.has_data = False
         self._is_whole = False
         self._in_head = True
@@ -147,12 +151,24 @@ class Connection(asyncio.Protocol):
         """`is_whole`: the reader waits for the answer's end, and is not told of anything before."""
         response = self.response = Response()
         self.sent_at = self.data_at = time.monotonic()
+        self.ends_by = inf
         self.has_data = False
         self._is_whole = is_whole
         self._in_head = True
         self._head_bytes = 0
         self.transport.write(request)
         return response
+
+    def settle(self) -> None:
+        """Nothing is read any more; what comes soon is the answer's end."""
+        self._is_whole = True
+        self.ends_by = time.monotonic() + SETTLE_S
+
+    def put_off(self, seconds: float) -> None:
+        """For time in which nothing could have been read."""
+        self.sent_at += seconds
+        self.data_at += seconds
+        self.ends_by += seconds
 
     def abort(self) -> None:
         """Close at once: the server sees that nobody waits for its answer."""
@@ -185,7 +201,7 @@ class Connection(asyncio.Protocol):
             self._parser.feed_data(data)
             if self._in_head and self._head_bytes > MAX_HEAD_BYTES:
                 raise EngineError("The engine's answer has headers that are too large.")
-        except httptools.HttpParserError as exc:
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade, EngineError) as exc:
             self.fail(_error_of(exc))
         else:
             if not self._is_whole:
@@ -199,7 +215,7 @@ class Connection(asyncio.Protocol):
             return
         if self._head_bytes == 0 and self.answers:
             response.end(Closed())
-        elif exc is None and not self._in_head and self._lasts_until_close(response):
+        elif exc is None and not self._in_head and not response.headers.keys() & FRAMING:
             response.end(None)
         else:
             response.end(EngineError("The engine closed the connection before the end of its answer."))
@@ -226,6 +242,10 @@ class Connection(asyncio.Protocol):
         response.keep_alive = self._parser.should_keep_alive()
         if b"content-encoding" in response.headers:
             response.decode()
+        transfer = response.headers.get(b"transfer-encoding")
+        if transfer is not None and not transfer.rstrip(b" ").lower().endswith(b"chunked"):
+            # The parser would read until the connection closes (RFC 9112, section 6.3), and so miss a cut.
+            raise EngineError("The engine's answer has an unknown transfer coding.")
 
     def on_body(self, body: bytes) -> None:
         self.has_data = True
@@ -244,9 +264,6 @@ class Connection(asyncio.Protocol):
         response.end(None)
         self._client.take_back(self, response.keep_alive)
 
-    def _lasts_until_close(self, response: Response) -> bool:
-        return b"content-length" not in response.headers and b"transfer-encoding" not in response.headers
-
 
 class HttpClient:
     """Requests to one server. `peer` is who is asked for by name, where `host` is an address (for TLS)."""
@@ -263,10 +280,13 @@ class HttpClient:
         self._host, self._port = host, port
         self._tls = tls
         self._peer = peer or host
-        # Mutable state: connections that can be used, the last used at the end; those with an answer under way.
+        # Mutable state: connections that can be used, the last used at the end; those with an answer under way; the
+        # deadlines of those that are being made; and when the next look at all deadlines is due.
         self._idle: list[Connection] = []
         self._busy: set[Connection] = set()
+        self._connecting: set[asyncio.Timeout] = set()
         self._look: asyncio.TimerHandle | None = None
+        self._look_due = 0.0
         self._is_closed = False
 
     @property
@@ -323,14 +343,17 @@ class HttpClient:
             connection = await self._open_connection()
         self._busy.add(connection)
         if self._look is None:
-            self._look = asyncio.get_running_loop().call_later(LOOK_S, self._look_at_deadlines)
+            self._look_later()
         return connection
 
     async def _open_connection(self) -> Connection:
         limit_s = self.timeouts.connect_s
         server_hostname = self._peer if self._tls is not None else None
+        if self._look is None:
+            self._look_later()
         try:
-            async with asyncio.timeout(limit_s):
+            async with asyncio.timeout(limit_s) as deadline:
+                self._connecting.add(deadline)
                 _, connection = await asyncio.get_running_loop().create_connection(
                     lambda: Connection(self), self._host, self._port, ssl=self._tls, server_hostname=server_hostname
                 )
@@ -338,8 +361,12 @@ class HttpClient:
             raise EngineTimeout("connect", limit_s) from None
         except ssl.SSLCertVerificationError as exc:
             raise EngineUnreachable(f"The engine's certificate is not good: {exc.verify_message}.") from exc
-        except (OSError, ssl.SSLError) as exc:
+        except (OSError, UnicodeError) as exc:  # UnicodeError is of a name that is none
+            if getattr(exc, "errno", None) in LOCAL_OVERLOAD:
+                raise EngineUnavailable("The gateway has no room for another connection.", 1.0) from exc
             raise EngineUnreachable("The engine cannot be reached.") from exc
+        finally:
+            self._connecting.discard(deadline)
         return connection
 
     def take_back(self, connection: Connection, keep_alive: bool) -> None:
@@ -360,8 +387,14 @@ class HttpClient:
         self._busy.discard(connection)
         connection.abort()
 
+    def _look_later(self) -> None:
+        self._look_due = time.monotonic() + LOOK_S
+        self._look = asyncio.get_running_loop().call_later(LOOK_S, self._look_at_deadlines)
+
     def _look_at_deadlines(self) -> None:
         now = time.monotonic()
+        if now - self._look_due > LATE_S:
+            self._put_off(now - self._look_due)
         for connection in list(self._busy):
             late = self._lateness(connection, now)
             if late is not None:
@@ -369,14 +402,24 @@ class HttpClient:
                 connection.fail(late)
         while self._idle and now - self._idle[0].idle_since > IDLE_S:
             self._idle.pop(0).transport.abort()
-        is_needed = self._busy or self._idle
-        self._look = asyncio.get_running_loop().call_later(LOOK_S, self._look_at_deadlines) if is_needed else None
+        if self._busy or self._idle or self._connecting:
+            self._look_later()
+        else:
+            self._look = None
+
+    def _put_off(self, seconds: float) -> None:
+        for connection in self._busy:
+            connection.put_off(seconds)
+        for deadline in self._connecting:
+            when = deadline.when()
+            if when is not None and not deadline.expired():
+                deadline.reschedule(when + seconds)
 
     def _lateness(self, connection: Connection, now: float) -> EngineTimeout | None:
         limits = self.timeouts
         if connection.response is None:
             return None
-        if now - connection.sent_at > limits.total_s:
+        if now - connection.sent_at > limits.total_s or now > connection.ends_by:
             return EngineTimeout("total", limits.total_s)
         if not connection.has_data:
             is_late = now - connection.sent_at > limits.first_byte_s
@@ -388,11 +431,12 @@ class HttpClient:
 class Reading:
     """An answer that is read as it comes."""
 
-    __slots__ = ("_client", "_connection", "response")
+    __slots__ = ("_client", "_connection", "_is_settled", "response")
 
     def __init__(self, client: HttpClient, connection: Connection) -> None:
         self._client = client
         self._connection = connection
+        self._is_settled = False
         self.response: Response
 
     async def begin(self, request: bytes) -> None:
@@ -401,30 +445,39 @@ class Reading:
         while response.status < 200 and not response.is_over:
             await response.wait()
 
-    async def parts(self) -> AsyncGenerator[bytes, None]:
-        """The body, as much at a time as there is. Raises: EngineError."""
+    async def read(self) -> bytes:
+        """As much of the body as there is, once there is some; nothing at its end. Raises: EngineError."""
         response = self.response
-        while True:
-            if data := response.take():
-                yield data
-            elif response.is_over:
+        while not (data := response.take()):
+            if response.is_over:
                 if response.error is not None:
                     raise response.error
-                return
-            else:
-                await response.wait()
+                return b""
+            await response.wait()
+        return data
 
     async def rest(self) -> bytes:
         """All of the body that has not been read. Raises: EngineError."""
-        return b"".join([part async for part in self.parts()])
+        parts = []
+        while data := await self.read():
+            parts.append(data)
+        return b"".join(parts)
+
+    def settle(self) -> None:
+        """All that matters has been read; the connection is kept for another request if the answer ends now."""
+        self._is_settled = True
+        if not self.response.is_over:
+            self._connection.settle()
 
     def close(self) -> None:
         """An answer that is not over is cut short."""
-        if not self.response.is_over:
+        if not (self.response.is_over or self._is_settled):
             self._client.drop(self._connection)
 
 
-def _error_of(exc: httptools.HttpParserError) -> Exception:
+def _error_of(exc: Exception) -> EngineError:
     """What a callback of ours raised reaches us inside of the parser's error."""
-    cause = exc.__context__ or exc.__cause__
-    return cause if isinstance(cause, EngineError) else EngineError("The engine's answer is not HTTP.")
+    for error in (exc, exc.__context__ or exc.__cause__):
+        if isinstance(error, EngineError):
+            return error
+    return EngineError("The engine's answer is not HTTP.")

@@ -8,7 +8,6 @@ is the name that the caller asked for.
 import asyncio
 import email.utils
 import logging
-import re
 import ssl
 import time
 from collections.abc import AsyncGenerator
@@ -29,6 +28,7 @@ from routing.errors import (
     RoutingError,
     UnsupportedOperation,
 )
+from routing.pool import EngineRefused
 
 from .event_parser import EventParser
 from .http_client import HttpClient, Response, Timeouts
@@ -37,11 +37,12 @@ logger = logging.getLogger("headrace")
 
 PATHS = {"chat.completions": b"/v1/chat/completions", "completions": b"/v1/completions"}
 # Of an error's `param` (vLLM) and `code` (OpenAI) when the prompt is too long.
-TOO_LONG = frozenset({"input_tokens", "input_text", "context_length_exceeded"})
+TOO_LONG = ("input_tokens", "input_text", "context_length_exceeded")
 JSON, EVENTS = b"application/json", b"text/event-stream"
-MODEL = re.compile(rb'"model"\s*:\s*"(?:[^"\\]|\\.)*"')
 HEAD = ("id", "object", "created", "model")
 MOST_MESSAGE_CHARS = 500
+# Of a server that has too much to do: when it does not say when to come back, and the most that it is believed.
+DEFAULT_RETRY_S, MOST_RETRY_S = 1.0, 3600.0
 
 
 NO_HURRY = Timeouts()
@@ -127,14 +128,15 @@ class RemoteEngine:
                 raise EngineError("The engine's answer is not the stream of events that was asked for.")
             parser = EventParser()
             chunks = Chunks(call)
-            parts = reading.parts()
-            async for part in parts:
+            while part := await reading.read():
                 for parsed in parser.feed(part):
                     if parsed.data == b"[DONE]":
+                        reading.settle()
                         if (last := chunks.usage_event()) is not None:
                             yield last
                         return
-                    yield chunks.read(parsed.data, parsed.name)
+                    if parsed.data:
+                        yield chunks.read(parsed.data, parsed.name)
             if not chunks.is_finished:
                 raise EngineError("The engine ended the stream early.")
             if (last := chunks.usage_event()) is not None:
@@ -157,13 +159,14 @@ class RemoteEngine:
     async def _probe_once(self) -> None:
         began = time.perf_counter()
         try:
-            async with asyncio.timeout(self._upstream.probe_timeout_s):
-                response, _ = await self._prober.ask(self._probe)
+            response, _ = await self._prober.ask(self._probe)
             if response.status != 200:
                 raise EngineError(f"The health probe was answered with status {response.status}.")
-        except (EngineError, TimeoutError) as exc:
+        except EngineUnavailable as exc:  # which is not the server's fault
+            self.last_error = str(exc)
+        except EngineError as exc:
             self._failed_probes += 1
-            self.last_error = str(exc) or "The health probe took too long."
+            self.last_error = str(exc)
             if self.is_ready and self._failed_probes >= self._upstream.probe_failures:
                 self.is_ready = False
                 logger.warning("replica %s: down (%s)", self.name, self.last_error)
@@ -195,11 +198,14 @@ class Chunks:
 
     def __init__(self, call: Call) -> None:
         self._call = call
-        self._named: tuple[bytes, bytes] | None = None  # how the server names the model, and how the caller does
-        self.is_finished = False  # an answer is, by its own word
+        self._finished = 0  # choices, by their own word
         self._head: dict[str, Any] = {}
         self._usage: Usage | None = None
         self._is_usage_told = False
+
+    @property
+    def is_finished(self) -> bool:
+        return self._finished >= choices_of(self._call)
 
     def read(self, data: bytes, name: str | None) -> Event:
         """Raises: EngineError, and what the server tells in an error event."""
@@ -212,7 +218,10 @@ class Chunks:
         if (error := document.get("error")) is not None:
             raise refusal_in(error)
         if document.get("model") != self._call.model:
-            data = self._renamed(data, document)
+            document["model"] = self._call.model
+            data = orjson.dumps(document)
+        elif b"\n" in data:  # an event that came on several lines leaves on one
+            data = orjson.dumps(document)
         if not self._head:
             self._head = {field: document[field] for field in HEAD if field in document}
         choices = document.get("choices")
@@ -225,7 +234,9 @@ class Chunks:
         if type(choices) is not list or not all(type(choice) is dict for choice in choices):
             raise EngineError("The engine sent an event of an unknown form.")
         if choices:
-            self.is_finished = self.is_finished or any(choice.get("finish_reason") for choice in choices)
+            for choice in choices:
+                if choice.get("finish_reason"):
+                    self._finished += 1
             return Event(data, name, None, document)
         self._is_usage_told = self._is_usage_told or usage is not None
         return Event(data, name, usage, document)
@@ -243,15 +254,12 @@ class Chunks:
         document = {**self._head, "choices": [], "usage": told}
         return Event(orjson.dumps(document), None, usage, document)
 
-    def _renamed(self, data: bytes, document: dict[str, Any]) -> bytes:
-        asked = document["model"] = self._call.model
-        if self._named is None:
-            # A quotation mark inside of a text is escaped, so the first match is a field.
-            found = MODEL.search(data)
-            if found is None:
-                return orjson.dumps(document)
-            self._named = found[0], b'"model":' + orjson.dumps(asked)
-        return data.replace(*self._named, 1)
+
+def choices_of(call: Call) -> int:
+    """How many are asked for."""
+    prompt = call.body.get("prompt")
+    n: int = call.body.get("n") or 1
+    return n * len(prompt) if type(prompt) is list and type(prompt[0]) is not int else n
 
 
 def read_document(response: Response, body: bytes) -> dict[str, Any]:
@@ -279,8 +287,13 @@ def usage_of(document: dict[str, Any]) -> Usage | None:
     told = document.get("usage")
     if type(told) is not dict or type(told.get("prompt_tokens")) is not int:
         return None
-    details = told.get("prompt_tokens_details") or {}
-    return Usage(told["prompt_tokens"], told.get("completion_tokens") or 0, details.get("cached_tokens"))
+    completion, details = told.get("completion_tokens"), told.get("prompt_tokens_details")
+    cached = details.get("cached_tokens") if type(details) is dict else None
+    return Usage(
+        told["prompt_tokens"],
+        completion if type(completion) is int else 0,
+        cached if type(cached) is int else None,
+    )
 
 
 def note_usage(tally: Tally, usage: Usage) -> None:
@@ -289,21 +302,16 @@ def note_usage(tally: Tally, usage: Usage) -> None:
 
 def refusal(response: Response, body: bytes) -> RoutingError:
     """What a status other than 200 means to the caller."""
-    status = response.status
-    error: Any = None
+    document: Any = None
     with suppress(orjson.JSONDecodeError):
         document = orjson.loads(body)
-        error = document.get("error") if type(document) is dict else None
-    if status == 429:
-        return EngineOverloaded(retry_after_s(response.headers.get(b"retry-after")))
-    if status == 503:
-        after_s = retry_after_s(response.headers.get(b"retry-after"))
-        return (
-            EngineUnreachable("The engine cannot take requests now.") if after_s is None else EngineOverloaded(after_s)
-        )
-    if status in (408, 504):
-        return EngineError("The engine's server gave up waiting.")
-    return meaning(status, error if type(error) is dict else {})
+    error = document.get("error") if type(document) is dict else None
+    if type(error) is str:  # as of Text Generation Inference, and of Ollama
+        error = {"message": error}
+    elif error is None and type(document) is dict and document.get("object") == "error":  # as of vLLM before 0.10
+        error = document
+    after_s = retry_after_s(response.headers.get(b"retry-after"))
+    return meaning(response.status, error if type(error) is dict else {}, after_s)
 
 
 def refusal_in(error: Any) -> RoutingError:
@@ -311,24 +319,32 @@ def refusal_in(error: Any) -> RoutingError:
     if type(error) is not dict:
         return EngineError("The engine failed at this request.")
     code = error.get("code")
-    return meaning(code if type(code) is int else 500, error)
+    return meaning(code if type(code) is int else 500, error, None)
 
 
-def meaning(status: int, error: dict[str, Any]) -> RoutingError:
-    message, param = (
-        str(error.get("message") or "The engine refuses this request.")[:MOST_MESSAGE_CHARS],
-        error.get("param"),
-    )
-    if param in TOO_LONG or error.get("code") in TOO_LONG:
-        return ContextLengthExceeded(message, None if param is None else str(param))
+def meaning(status: int, error: dict[str, Any], after_s: float | None) -> RoutingError:
+    """The first case that fits counts."""
+    param, code = error.get("param"), error.get("code")
+    field = None if param is None else str(param)
+    message = str(error.get("message") or "The engine refuses this request.")[:MOST_MESSAGE_CHARS]
+    if status == 429 or (status == 503 and after_s is not None):
+        return EngineOverloaded(DEFAULT_RETRY_S if after_s is None else after_s)
+    if status == 503:
+        return EngineUnreachable("The engine cannot take requests now.")
+    if status == 504:
+        return EngineError("The engine's server gave up waiting.")
+    if status == 408:
+        return EngineRefused("The engine's server gave up waiting.")
+    if param in TOO_LONG or code in TOO_LONG:
+        return ContextLengthExceeded(message, field)
     if status in (401, 403, 407):
-        return EngineError("The engine does not accept the gateway's credentials.")
+        return EngineRefused("The engine does not accept the gateway's credentials.")
     if status in (404, 405, 501):
-        if param == "model" or error.get("code") == "model_not_found":
-            return EngineError("The engine does not know the model that the gateway asks for.")
+        if param == "model" or code == "model_not_found":
+            return EngineRefused("The engine does not know the model that the gateway asks for.")
         return UnsupportedOperation("The engine behind this model has no such operation.")
     if 400 <= status < 500:
-        return RequestRejected(message, None if param is None else str(param))
+        return RequestRejected(message, field)
     return EngineError("The engine failed at this request.")
 
 
@@ -336,9 +352,10 @@ def retry_after_s(value: bytes | None) -> float | None:
     """Seconds from now (RFC 9110, section 10.2.3); None for what is not understood."""
     if value is None:
         return None
-    text = value.decode("latin-1").strip()
-    if text.isdigit():
-        return float(text)
-    with suppress(ValueError, TypeError):
-        return max(0.0, email.utils.parsedate_to_datetime(text).timestamp() - time.time())
+    value = value.strip()
+    if value.isdigit():
+        return min(float(value), MOST_RETRY_S)
+    with suppress(ValueError, TypeError, OverflowError):
+        in_s = email.utils.parsedate_to_datetime(value.decode("latin-1")).timestamp() - time.time()
+        return min(max(0.0, in_s), MOST_RETRY_S)
     return None

@@ -14,6 +14,7 @@ from .routing import (
 )
 from .section import Section
 from .server import ServerSettings
+from .source import SettingsSource
 from .tree import Settings, default_cache_dir
 
 __all__ = [
@@ -34,6 +35,7 @@ __all__ = [
     "ServerSettings",
     "Settings",
     "SettingsError",
+    "SettingsSource",
     "VariantSettings",
     "caller_token",
     "default_cache_dir",

@@ -66,7 +66,13 @@ class RemoteSettings(Section):
     def _roots_are_roots(cls, value: tuple[str, ...] | str | None) -> tuple[str, ...] | str | None:
         for url in (value,) if isinstance(value, str) else value or ():
             parts = urlsplit(url)
-            if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
+            if (
+                parts.scheme not in ("http", "https")
+                or not parts.hostname
+                or parts.query
+                or parts.fragment
+                or parts.port == 0  # of one that is no port, this tells
+            ):
                 raise ValueError(f"{url!r} is not the root of a server, such as http://host:8000")
             if parts.username is not None:
                 raise ValueError("a key stands in api_key, not in a URL")

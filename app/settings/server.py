@@ -21,10 +21,13 @@ class ServerSettings(Section):
     """Address to listen on."""
     port: int = Field(8000, ge=0, le=65535)
     """Port to listen on; 0 takes a free one."""
+    workers: int = Field(1, ge=1, le=256)
+    """Processes that share the port, one for each core that the gateway may use. More than one count limits in
+    `cache.redis.url`; each has a memory cache of its own, and its part of what `[admission]` says."""
     backlog: int = Field(2048, ge=1)
     """Connections that the kernel holds until they are accepted (bounded by `net.core.somaxconn`)."""
     max_connections: int = Field(16384, ge=1)
-    """Open connections. One more closes the longest idle one, or is refused with 503 when none is idle."""
+    """Open connections of a worker. One more closes the longest idle one, or is refused with 503 when none is idle."""
     max_body_bytes: int = Field(10_000_000, ge=1)
     """Size of a request body; a larger one gets 413 before it is read."""
     max_header_bytes: int = Field(131072, ge=1024)
@@ -47,6 +50,8 @@ class ServerSettings(Section):
     """Certificate chain (PEM). With `tls_key_file`, the port speaks TLS."""
     tls_key_file: Path | None = None
     """Private key (PEM)."""
+    reload_every_s: float = Field(2.0, ge=0)
+    """Seconds between two looks at the settings file, which is read again when it has changed; 0: only at SIGHUP."""
     drain: DrainSettings = DrainSettings()
 
     @model_validator(mode="after")

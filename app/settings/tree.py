@@ -93,9 +93,29 @@ class Settings(Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def _workers_share_all_they_have_to(self) -> Self:
+        if self.server.workers == 1:
+            return self
+        for pool in self.pools:
+            if pool.engine == "vllm":
+                raise ValueError(
+                    f"server.workers: each worker would load the model of the pool {pool.name!r}; above 1 is for pools "
+                    "of servers (engine = 'remote')"
+                )
+        if self.cache.disk.path is not None:
+            raise ValueError("server.workers: above 1 excludes cache.disk.path, which one process uses at once")
+        if self.cache.redis.url is None:
+            raise ValueError("server.workers: above 1 needs cache.redis.url, where they count limits together")
+        return self
+
     @property
     def development_secret_file(self) -> Path:
         return self.cache_dir / DEVELOPMENT_SECRET
+
+    def cache_ttls_s(self) -> dict[str, float]:
+        """Of the models that have one of their own."""
+        return {model.name: model.cache_ttl_s for model in self.models if model.cache_ttl_s is not None}
 
     def offered_models(self) -> tuple[ModelSettings, ...]:
         return self.models or tuple(ModelSettings(name=pool.model_name, pool=pool.name) for pool in self.pools)
