@@ -11,7 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from hashlib import blake2b
 from typing import Any, NamedTuple
@@ -191,6 +191,7 @@ class Answers:
             "reason": wanted.obstacle,
             "operation": wanted.operation,
             "model": question.model,
+            "variant": wanted.variant.name if wanted.model.has_variants else None,
             "revision": question.revision,
             "policy": self._keys.policy,
             "scope": self._keys.sharing,
@@ -236,6 +237,21 @@ class Answers:
         return seat
 
     async def _resume(self, wanted: Wanted) -> Hit | Place:
+        """Read on in the stream of whichever variant it is: another one may be this request's by now."""
+        others = [variant for variant in wanted.model.split.variants if variant is not wanted.variant]
+        for variant in (wanted.variant, *others):
+            question = wanted.question._replace(revision=variant.revision)
+            try:
+                source = await self._resume_in(replace(wanted, variant=variant, question=question, key=None))
+            except StreamGone:
+                continue
+            if wanted.model.has_variants:
+                wanted.access.variant = variant.name
+            return source
+        raise StreamGone
+
+    async def _resume_in(self, wanted: Wanted) -> Hit | Place:
+        """Raises: StreamGone."""
         assert wanted.last_event_id is not None
         key = self._flight_key(wanted)
         if wanted.last_event_id.startswith(b"h"):
@@ -314,8 +330,10 @@ class Answers:
         shadow = wanted.model.shadow
         if shadow is None or shadow.variant.name == wanted.variant.name or call.tally.fallback is not None:
             return
-        body = orjson.dumps(answer) if isinstance(answer, dict) else answer
-        shadow.offer(call.request_id.encode(), call, body, time.monotonic() - began)
+        key = call.request_id.encode()
+        if shadow.is_for(key):
+            body = orjson.dumps(answer) if isinstance(answer, dict) else answer
+            shadow.offer(key, call, body, time.monotonic() - began)
 
     def _may_be_streamed(self, wanted: Wanted, key: bytes, flight: Flight[Landed]) -> bool:
         streamed_at = self._streamed.get(tags_of(key))

@@ -110,13 +110,17 @@ class Shadow:
             finally:
                 self._group = None
 
+    def is_for(self, key: bytes) -> bool:
+        """Whether the key is in the share."""
+        return share_of(self._salt + key) < self._share
+
     def offer(self, key: bytes, call: Call, answer: bytes | None, latency_s: float) -> None:
         """Copy a call that was answered, if its key is in the share, and drop it if there is no room.
 
         `answer` is the whole document to compare with, None if there is none; `latency_s` what it took. The call's own
         body is not changed.
         """
-        if share_of(self._salt + key) >= self._share:
+        if not self.is_for(key):
             return
         if self._group is None or len(self._tasks) >= self._max_in_flight:
             self._dropped += 1

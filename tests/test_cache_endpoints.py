@@ -52,6 +52,7 @@ async def test_explain_says_what_a_request_would_do_and_does_nothing(client: Cli
         "reason": None,
         "operation": "chat.completions",
         "model": "demo",
+        "variant": None,
         "revision": before["revision"],
         "policy": "deterministic",
         "scope": "tenant",

@@ -286,3 +286,24 @@ async def test_routing_page_tells_the_shares_to_those_who_may_read_them() -> Non
         assert [(variant["name"], variant["share"]) for variant in demo["variants"]] == [("a", 0.75), ("b", 0.25)]
         assert [variant["share"] for variant in plain["variants"]] == [1.0]
         assert [pool["name"] for pool in page["pools"]] == ["a", "b"]
+
+
+async def test_stream_is_read_on_in_whichever_variant_it_is_of() -> None:
+    engines = {name: ScriptedEngine(Script("One two three four five.")) for name in ("a", "b")}
+    pools = [{"name": name, "engine": "scripted"} for name in engines]
+    variants = [{"name": f"of-{name}", "pool": name, "weight": 1} for name in engines]
+    models = [{"name": "demo", "sticky_by": "request", "variants": variants}]
+    async with serving(engines=engines, pools=pools, models=models) as client:
+        for number in range(20):
+            body = {**CHAT, "temperature": 0, "seed": number}
+            async with client.stream(body, headers={"x-request-id": f"first-{number}"}) as response:
+                whole = (await response.aread()).decode()
+                variant = response.headers["x-headrace-variant"]
+            third = whole.split("id: ")[3].partition("\n")[0]
+            headers = {"x-request-id": f"second-{number}", "last-event-id": third}
+            async with client.stream(body, headers=headers) as response:
+                rest = (await response.aread()).decode()
+            assert response.status_code == 200
+            assert response.headers["x-headrace-variant"] == variant
+            assert text_of(events_of(rest)) == " four five."
+        assert engines["a"].calls + engines["b"].calls == 20
