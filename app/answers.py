@@ -10,7 +10,6 @@ import re
 import time
 from collections import Counter
 from collections.abc import Mapping
-from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from hashlib import blake2b
@@ -349,18 +348,19 @@ class Answers:
         that ended early, only those that are beyond."""
         assembly = Assembly(is_chat(wanted.operation)) if is_put_together else None
         beyond = Continuation(event.data for event in flight.log) if flight.log else None
-        usage = None
-        async with aclosing(wanted.variant.engine.stream(call)) as events:
-            async for event in events:
-                data: bytes | None = event.data
-                if beyond is not None:
-                    data = beyond.next(event.data)
-                if data is not None:
-                    flight.append(data, event.name, event.usage is not None)
-                if assembly is not None:
-                    put_together(assembly, event)
-                if event.usage is not None:
-                    usage = event.usage
+        usage: Usage | None = None
+
+        def take(event: Event) -> None:
+            nonlocal usage
+            data = event.data if beyond is None else beyond.next(event.data)
+            if data is not None:
+                flight.append(data, event.name, event.usage is not None)
+            if assembly is not None:
+                put_together(assembly, event)
+            if event.usage is not None:
+                usage = event.usage
+
+        await wanted.variant.engine.stream(call, take)
         return (None if assembly is None else assembly.document()), usage
 
     def _charge(self, flight: Flight[Landed], usage: Usage | None) -> None:

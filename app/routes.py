@@ -233,7 +233,7 @@ class Routes:
     ) -> Model:
         guardrail = self._guardrail_of(model)
         fallbacks = [
-            Fallback(name, fronts[name], frozenset(fallback.on))
+            Fallback(name, fronts[name], frozenset(fallback.on), fallback.model)
             for fallback in model.fallback
             for name in [fallback.pool or offered[fallback.model or ""].pools[0]]
         ]

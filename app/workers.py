@@ -40,7 +40,6 @@ class Worker:
     ) -> None:
         self.process = process
         self.reader = reader
-        self.started = time.monotonic()
         self.is_up = False
         self._writer = writer
 

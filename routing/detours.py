@@ -3,13 +3,12 @@
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import aclosing
-from dataclasses import dataclass
-from typing import Literal, Protocol
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, Protocol, TypeVar
 
 from .admission import Overloaded
-from .engine import Answer, Answerer, Call, Event
+from .engine import Answer, Answerer, Call, Take
 from .errors import (
     ContextLengthExceeded,
     EngineDied,
@@ -22,6 +21,8 @@ from .errors import (
 )
 
 logger = logging.getLogger("headrace")
+
+T = TypeVar("T")
 
 Cause = Literal["unavailable", "overloaded", "timeout", "error", "context_length"]
 
@@ -44,11 +45,16 @@ def cause_of(error: RoutingError) -> Cause | None:
 
 @dataclass(frozen=True, slots=True)
 class Fallback:
-    """Who steps in, under which name, and when."""
+    """Who steps in, under which name, and when. `model` is what it is asked for; None: what the caller asks for."""
 
     name: str
     engine: Answerer
     causes: frozenset[str]
+    model: str | None = None
+
+    def translate(self, call: Call) -> Call:
+        """The caller still sees the model that was asked for."""
+        return call if self.model is None else replace(call, body={**call.body, "model": self.model})
 
 
 class WithFallbacks:
@@ -62,38 +68,24 @@ class WithFallbacks:
 
     async def answer(self, call: Call) -> Answer:
         """Raises: what the last one asked does."""
+        return await self._ask(call, lambda engine, asked: engine.answer(asked))
+
+    async def stream(self, call: Call, take: Take) -> None:
+        """Raises: what the last one asked does."""
+        await self._ask(call, lambda engine, asked: engine.stream(asked, take))
+
+    async def _ask(self, call: Call, ask: Callable[[Answerer, Call], Awaitable[T]]) -> T:
         try:
-            return await self._first.answer(call)
+            return await ask(self._first, call)
         except RoutingError as exc:
             error = exc
         for fallback in self._fallbacks:
-            if self._takes(fallback, error, call):
+            if call.tally.first_event_at is None and self._takes(fallback, error, call):
                 try:
-                    return await fallback.engine.answer(call)
+                    return await ask(fallback.engine, fallback.translate(call))
                 except RoutingError as exc:
                     error = exc
         raise error
-
-    async def stream(self, call: Call) -> AsyncGenerator[Event, None]:
-        """Raises: what the last one asked does."""
-        has_begun = False
-        error: RoutingError | None = None
-        for fallback in (None, *self._fallbacks):
-            if fallback is not None and (error is None or not self._takes(fallback, error, call)):
-                continue
-            engine = self._first if fallback is None else fallback.engine
-            try:
-                async with aclosing(engine.stream(call)) as events:
-                    async for event in events:
-                        has_begun = True
-                        yield event
-                return
-            except RoutingError as exc:
-                error = exc
-                if has_begun:
-                    raise
-        if error is not None:
-            raise error
 
     def _takes(self, fallback: Fallback, error: RoutingError, call: Call) -> bool:
         cause = cause_of(error)
@@ -129,8 +121,8 @@ class SpillOver:
     async def answer(self, call: Call) -> Answer:
         return await self._choose().answer(call)
 
-    def stream(self, call: Call) -> AsyncGenerator[Event, None]:
-        return self._choose().stream(call)
+    async def stream(self, call: Call, take: Take) -> None:
+        await self._choose().stream(call, take)
 
     def _choose(self) -> Answerer:
         waiting = self._waiting()
@@ -159,21 +151,21 @@ class Watched:
         self._record(False, None)
         return answer
 
-    async def stream(self, call: Call) -> AsyncGenerator[Event, None]:
+    async def stream(self, call: Call, take: Take) -> None:
         began = time.monotonic()
-        ttft_s: float | None = None
         try:
-            async with aclosing(self._engine.stream(call)) as events:
-                async for event in events:
-                    if ttft_s is None:
-                        ttft_s = time.monotonic() - began
-                    yield event
+            await self._engine.stream(call, take)
         except RoutingError as exc:
-            self._note(exc, ttft_s)
+            self._note(exc, ttft_s(call, began))
             raise
-        self._record(False, ttft_s)
+        self._record(False, ttft_s(call, began))
 
     def _note(self, error: RoutingError, ttft_s: float | None) -> None:
         """A request that is wrong says nothing of who refuses it."""
         if isinstance(error, EngineError | Overloaded):
             self._record(True, ttft_s)
+
+
+def ttft_s(call: Call, began: float) -> float | None:
+    """Seconds to its first event; None: there was none."""
+    return None if call.tally.first_event_at is None else call.tally.first_event_at - began

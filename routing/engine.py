@@ -1,6 +1,6 @@
 """The engine as its consumers see it: an OpenAI-shaped request in, a whole document or a sequence of events out."""
 
-from collections.abc import AsyncGenerator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -18,13 +18,14 @@ class Usage:
 class Tally:
     """What became of a call so far. The engine counts the tokens that it has worked on itself, so that a call that is
     cut short can be charged. `replica` is the one that answers, or was the last to try; `fallback` the pool that
-    stepped in."""
+    stepped in; `first_event_at` is when a stream began, by the monotonic clock."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
     replica: str | None = None
     retries: int = 0
     fallback: str | None = None
+    first_event_at: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,15 +72,19 @@ class Load:
     waiting: int = 0
 
 
+# It is called where the event comes up, which may be outside of any task, and must not wait for anything.
+Take = Callable[[Event], None]
+
+
 class Answerer(Protocol):
     """Both ways to ask raise RequestRejected, UnsupportedOperation, and EngineError with its kinds."""
 
     async def answer(self, call: Call) -> Answer: ...
 
-    def stream(self, call: Call) -> AsyncGenerator[Event, None]:
-        """Yield events as they come; the end of the generator is the end of a whole answer (there is no `[DONE]`).
+    async def stream(self, call: Call, take: Take) -> None:
+        """Give events to `take`, each as it comes; to return is the end of a whole answer (there is no `[DONE]`).
 
-        Always tells usage at the end. Closing the generator aborts the engine's work.
+        Always tells usage at the end. To cancel it aborts the engine's work; so does an error that `take` raises.
         """
         ...
 

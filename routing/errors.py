@@ -39,6 +39,11 @@ class EngineError(RoutingError):
     """The engine failed at this request; the next one may work."""
 
 
+class EngineRefused(EngineError):
+    """The engine does not do what the gateway asks of it, whatever the request is. Another one may, and this one is
+    well."""
+
+
 class EngineDied(EngineError):
     """The engine is gone, and every request with it."""
 

@@ -3,16 +3,17 @@
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Iterable, Sequence
-from contextlib import aclosing
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from .admission import Admission, AdmissionStats
 from .balance import Balancer
-from .engine import Answer, Call, Event
+from .engine import Answer, Call, Event, Take
 from .errors import (
     EngineError,
     EngineOverloaded,
+    EngineRefused,
     EngineTimeout,
     EngineUnavailable,
     RoutingError,
@@ -26,9 +27,7 @@ REST_S = 1.0  # of a replica that is overloaded and does not say for how long
 NO_REPLICA_RETRY_S = 2.0
 
 
-class EngineRefused(EngineError):
-    """The engine does not do what the gateway asks of it, whatever the request is. Another one may, and this one is
-    well."""
+T = TypeVar("T")
 
 
 class RetryBudget:
@@ -100,7 +99,10 @@ class Pool:
 
     def use(self, replicas: Iterable[Replica]) -> None:
         """Send requests to these from now on; those under way elsewhere go on."""
-        self.replicas = tuple(replicas)
+        replicas = tuple(replicas)
+        for name in {old.name for old in self.replicas} - {new.name for new in replicas}:
+            self.balancer.forget(name)
+        self.replicas = replicas
 
     def stats(self) -> PoolStats:
         return PoolStats(
@@ -113,6 +115,13 @@ class Pool:
 
     async def answer(self, call: Call) -> Answer:
         """Raises: Overloaded, EngineUnavailable, and what the replicas raise."""
+        return await self._ask(call, False, lambda replica, lease: replica.backend.answer(call))
+
+    async def stream(self, call: Call, take: Take) -> None:
+        """The same, event by event; once there was one, nothing is tried again."""
+        await self._ask(call, True, lambda replica, lease: replica.backend.stream(call, watched(call, lease, take)))
+
+    async def _ask(self, call: Call, streams: bool, ask: Callable[[Replica, Lease], Awaitable[T]]) -> T:
         admission = self.admission
         if not admission.try_enter(call.tenant):
             await admission.enter(call.priority, call.tenant, call.size_bytes)
@@ -120,11 +129,11 @@ class Pool:
             self._budget.deposit()
             tried: tuple[Replica, ...] = ()
             while True:
-                replica = self._choose(call, False, tried) or await self._wait_for_one(call, False)
+                replica = self._choose(call, streams, tried) or await self._wait_for_one(call, streams)
                 call.tally.replica = replica.name
-                with replica.acquire(False) as lease:
+                with replica.acquire(streams) as lease:
                     try:
-                        answer = await replica.backend.answer(call)
+                        answer = await ask(replica, lease)
                     except RoutingError as exc:
                         judge(exc, lease, replica)
                         error = exc
@@ -132,39 +141,7 @@ class Pool:
                         lease.succeed()
                         return answer
                 tried = (*tried, replica)
-                if not self._may_retry(error, call, tried):
-                    raise error
-        finally:
-            admission.leave(call.tenant)
-
-    async def stream(self, call: Call) -> AsyncGenerator[Event, None]:
-        """The same, event by event; once there was one, nothing is tried again."""
-        admission = self.admission
-        if not admission.try_enter(call.tenant):
-            await admission.enter(call.priority, call.tenant, call.size_bytes)
-        try:
-            self._budget.deposit()
-            tried: tuple[Replica, ...] = ()
-            has_begun = False
-            while True:
-                replica = self._choose(call, True, tried) or await self._wait_for_one(call, True)
-                call.tally.replica = replica.name
-                with replica.acquire(True) as lease:
-                    try:
-                        async with aclosing(replica.backend.stream(call)) as events:
-                            async for event in events:
-                                if not has_begun:
-                                    has_begun = True
-                                    lease.first_token()
-                                yield event
-                    except RoutingError as exc:
-                        judge(exc, lease, replica)
-                        error = exc
-                    else:
-                        lease.succeed()
-                        return
-                tried = (*tried, replica)
-                if has_begun or not self._may_retry(error, call, tried):
+                if call.tally.first_event_at is not None or not self._may_retry(error, call, tried):
                     raise error
         finally:
             admission.leave(call.tenant)
@@ -219,6 +196,19 @@ class Pool:
         self._retries += 1
         call.tally.retries += 1
         return True
+
+
+def watched(call: Call, lease: Lease, take: Take) -> Take:
+    """`take`, with a note of the first event."""
+    tally = call.tally
+
+    def take_and_note(event: Event) -> None:
+        if tally.first_event_at is None:
+            tally.first_event_at = time.monotonic()
+            lease.first_token()
+        take(event)
+
+    return take_and_note
 
 
 def judge(error: RoutingError, lease: Lease, replica: Replica) -> None:

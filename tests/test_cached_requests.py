@@ -14,7 +14,7 @@ import pytest
 from app.engines.scripted import Script, ScriptedEngine
 from cache.assembly import Assembly
 from cache.entry import Selection
-from routing.engine import Answer, Call, Event, Usage
+from routing.engine import Answer, Call, Event, Take, Usage
 
 from .conftest import CHAT, Client, events_of, serving, text_of, until
 from .tokens import JWT_SETTINGS, bearer, token
@@ -104,18 +104,17 @@ class FramesEngine(ScriptedEngine):
         super().__init__(Script(""))
         self._chunks = chunks
 
-    async def stream(self, call: Call) -> Any:
+    async def stream(self, call: Call, take: Take) -> None:
         self.calls += 1
         head = {"id": "chatcmpl-9", "object": "chat.completion.chunk", "created": 1, "model": "demo"}
         for choice in self._chunks:
-            yield Event(orjson.dumps({**head, "choices": [{"index": 0, "finish_reason": None, **choice}]}))
+            take(Event(orjson.dumps({**head, "choices": [{"index": 0, "finish_reason": None, **choice}]})))
         usage = {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}
-        yield Event(orjson.dumps({**head, "choices": [], "usage": usage}), usage=Usage(3, 2))
+        take(Event(orjson.dumps({**head, "choices": [], "usage": usage}), usage=Usage(3, 2)))
 
     async def answer(self, call: Call) -> Answer:
         assembly = Assembly(is_chat=True)
-        async for event in self.stream(call):
-            assembly.add(event.data)
+        await self.stream(call, lambda event: assembly.add(event.data))
         return Answer(orjson.dumps(assembly.document()), Usage(3, 2))
 
 

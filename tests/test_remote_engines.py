@@ -6,7 +6,7 @@ import logging
 import re
 import time
 from collections.abc import AsyncIterator
-from contextlib import aclosing, asynccontextmanager
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -285,6 +285,14 @@ async def test_events_without_data_and_names_of_events_do_no_harm(far: Client, u
 # Usage
 
 
+LOGGED = {"x-request-id": "logged"}
+
+
+async def logged(client: Client, capsys: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
+    await client.until_idle()
+    return [line for line in client.access_lines(capsys) if line["request_id"] == "logged"]
+
+
 async def test_usage_that_comes_with_the_last_choice_is_told_in_an_event_of_its_own(
     capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -294,9 +302,9 @@ async def test_usage_that_comes_with_the_last_choice_is_told_in_an_event_of_its_
     first = {**head, "choices": [{"index": 0, "delta": {"content": "a"}, "finish_reason": None}]}
     last = {**head, "choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}], "usage": usage}
     async with fault_server(Behaviour(documents=(first, last))) as upstream, in_front_of(upstream) as client:
-        events = events_of((await client.post({**FAR, **USAGE, "stream": True})).text)
+        events = events_of((await client.post({**FAR, **USAGE, "stream": True}, headers=LOGGED)).text)
         assert events[-2] == {**head, "choices": [], "usage": usage}
-        (line,) = client.access_lines(capsys)
+        (line,) = await logged(client, capsys)
     assert (line["prompt_tokens"], line["completion_tokens"]) == (3, 2)
 
 
@@ -305,11 +313,11 @@ async def test_usage_that_is_not_told_is_counted_by_events(
 ) -> None:
     caplog.set_level(logging.INFO, "headrace.access")
     async with fault_server(Behaviour(has_usage=False)) as upstream, in_front_of(upstream) as client:
-        events = events_of((await client.post({**FAR, **USAGE, "stream": True})).text)
+        events = events_of((await client.post({**FAR, **USAGE, "stream": True}, headers=LOGGED)).text)
         assert text_of(events) == TEXT
         assert not any("usage" in event for event in events[:-1])
-        assert (await client.post(FAR)).status_code == 200
-        streamed, whole = client.access_lines(capsys)
+        assert (await client.post(FAR, headers=LOGGED)).status_code == 200
+        streamed, whole = await logged(client, capsys)
     assert streamed["completion_tokens"] >= 5
     assert whole["status"] == 200
 
@@ -635,18 +643,16 @@ async def test_replicas_come_and_go_with_the_names_addresses() -> None:
         assert set(names.asked) == {"gpu.example"}
 
 
-async def test_stream_goes_on_where_its_server_has_left_the_name() -> None:
+async def test_request_goes_on_where_its_server_has_left_the_name() -> None:
     names = Names("127.0.0.1")
-    async with fault_server(Behaviour(stall_after_events=2)) as upstream, discovering(names, upstream.port) as pool:
+    async with fault_server(Behaviour(is_gated=True)) as upstream, discovering(names, upstream.port) as pool:
         await until(lambda: len(pool.replicas) > 0)
-        asked = replace(call(), body={**CHAT, "stream": True})
-        async with aclosing(pool.stream(asked)) as events:
-            await anext(events)
-            names.addresses = {"127.0.0.3"}
-            await until(lambda: hosts(pool) == ["127.0.0.3"])
-            upstream.gate.open()
-            rest = [event async for event in events]
-        assert b"five." in b"".join(event.data for event in rest)
+        asked = asyncio.create_task(pool.answer(call()))
+        await upstream.arrived(1)
+        names.addresses = {"127.0.0.3"}
+        await until(lambda: hosts(pool) == ["127.0.0.3"])
+        upstream.gate.open()
+        assert b"five." in (await asked).body
         await until(lambda: upstream.open_connections == 0)
 
 

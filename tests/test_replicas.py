@@ -2,13 +2,12 @@
 
 import asyncio
 import random
-from collections.abc import AsyncGenerator
 from math import e
 
 import pytest
 
 from routing.breaker import Breaker
-from routing.engine import Answer, Call, Event
+from routing.engine import Answer, Call, Take
 from routing.errors import EngineUnavailable
 from routing.replica import MAX_REST_S, PeakEwma, Replica
 
@@ -34,9 +33,8 @@ class Silent:
     async def answer(self, call: Call) -> Answer:
         raise NotImplementedError
 
-    async def stream(self, call: Call) -> AsyncGenerator[Event, None]:
+    async def stream(self, call: Call, take: Take) -> None:
         raise NotImplementedError
-        yield
 
 
 @pytest.fixture

@@ -2,7 +2,7 @@
 
 import asyncio
 import random
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -10,7 +10,7 @@ import orjson
 import pytest
 
 from app.engines.scripted import Gate, Script, ScriptedEngine
-from routing.engine import Answer, Call, Event, Tally
+from routing.engine import Answer, Call, Take, Tally
 from routing.errors import EngineError, EngineTimeout, EngineUnavailable, RequestRejected, RoutingError
 from routing.shadow import COMPARED_BYTES, COMPARED_WORDS, Shadow, difference
 from routing.split import Variant
@@ -42,9 +42,8 @@ class Recorder:
             raise self.result
         return Answer(document(self.result), None)
 
-    async def stream(self, call: Call) -> AsyncGenerator[Event, None]:
+    async def stream(self, call: Call, take: Take) -> None:
         raise AssertionError("a copy is never streamed")
-        yield
 
 
 @asynccontextmanager

@@ -3,10 +3,9 @@
 import asyncio
 import json
 import re
-from collections.abc import AsyncGenerator
 
 from app.engines.scripted import Gate, Script, ScriptedEngine
-from routing.engine import Call, Event
+from routing.engine import Call, Event, Take
 from routing.errors import EngineError
 
 from .conftest import CHAT, events_of, serving, text_of
@@ -115,8 +114,8 @@ async def test_failure_after_the_first_event_is_told_in_the_stream_and_done_does
 class CutEngine(ScriptedEngine):
     """Breaks off within the second event's making, as a lost connection would."""
 
-    async def stream(self, call: Call) -> AsyncGenerator[Event, None]:
-        yield Event(b'{"choices":[{"index":0,"delta":{"content":"One"}}]}')
+    async def stream(self, call: Call, take: Take) -> None:
+        take(Event(b'{"choices":[{"index":0,"delta":{"content":"One"}}]}'))
         raise EngineError("The engine ended the stream early.")
 
 

@@ -124,7 +124,7 @@ async def test_requests_while_the_engine_starts_are_told_when_to_come_again() ->
             await watched.answer(CALL)
         assert caught.value.retry_after_s > 20
         with pytest.raises(EngineUnavailable):
-            await anext(watched.stream(CALL))
+            await watched.stream(CALL, lambda event: None)
         gate.set()
         await until(lambda: watched.is_ready)
 

@@ -160,6 +160,11 @@ async def test_limit_holds_for_all_workers_together(gateway: Process) -> None:
         assert Counter(answer.status_code for answer in answers) == {200: 10, 429: 10}
 
 
+async def test_sighup_reaches_all_workers(gateway: Process) -> None:
+    gateway.process.send_signal(signal.SIGHUP)
+    await until(lambda: gateway.log.count("settings reloaded") == 2)
+
+
 async def test_killed_worker_comes_back_and_neither_connections_nor_counts_are_lost(gateway: Process) -> None:
     async with connections_of_their_own(gateway) as client:
         for number in range(10):
@@ -199,14 +204,14 @@ async def test_sigterm_drains_all_workers_and_the_exit_code_is_0(tmp_path: Path,
 
 
 @pytest.mark.slow
-async def test_workers_end_when_their_parent_is_killed(tmp_path: Path, redis: RedisServer) -> None:
+def test_workers_end_when_their_parent_is_killed(tmp_path: Path, redis: RedisServer) -> None:
     with two_workers(tmp_path, redis) as gateway:
         workers = gateway.workers
         assert len(workers) == 2
         folder = Path(json.loads(workers[0].cmdline()[-1])["folder"])
         assert folder.stat().st_mode & 0o777 == 0o700
         gateway.process.kill()
-        _, alive = await asyncio.to_thread(psutil.wait_procs, workers, 5)
+        _, alive = psutil.wait_procs(workers, 5)
         assert not alive
         assert not folder.exists()
 

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import orjson
 from pydantic import ValidationError
 
-from routing.engine import Answer, Call, Event, Load, Tally, Usage
+from routing.engine import Answer, Call, Event, Load, Take, Tally, Usage
 from routing.errors import (
     ContextLengthExceeded,
     EngineConfigError,
@@ -175,7 +175,7 @@ class EmbeddedEngine:
         body = response.model_dump_json().encode()
         return Answer(self._renamed(body, call), usage_of(response.usage.model_dump()))
 
-    async def stream(self, call: Call) -> AsyncGenerator[Event, None]:
+    async def stream(self, call: Call, take: Take) -> None:
         is_whole = False
         async with aclosing(await self._ask(call)) as frames:
             async for frame in frames:
@@ -185,9 +185,9 @@ class EmbeddedEngine:
                 elif data.startswith(b'{"error"'):
                     raise self._in_band_error(data, call)
                 elif b'"choices":[]' in data:  # a string would have its quotation marks escaped
-                    yield Event(self._renamed(data, call), usage=usage_of(orjson.loads(data).get("usage")))
+                    take(Event(self._renamed(data, call), usage=usage_of(orjson.loads(data).get("usage"))))
                 else:
-                    yield Event(self._renamed(data, call))
+                    take(Event(self._renamed(data, call)))
         if not is_whole:
             raise EngineError("The engine ended the stream early.")
 

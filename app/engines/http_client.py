@@ -10,6 +10,7 @@ import asyncio
 import errno
 import ssl
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import inf
 
@@ -17,14 +18,13 @@ import httptools
 
 from routing.errors import EngineError, EngineTimeout, EngineUnavailable, EngineUnreachable
 
-from .content_coding import Decoder
+from .http_response import Response
 
 LOOK_S = 0.1  # how often deadlines are looked at
 LATE_S = 0.01  # more than this is a busy event loop, and not a timer's grain
 IDLE_S = 30.0
 SETTLE_S = 1.0  # for the end of an answer after its last word
 MAX_HEAD_BYTES = 65536
-MAX_ANSWER_BYTES = 64 * 1024 * 1024
 # What connecting fails by when it is this host that has too much to do: no files, ports, or memory left.
 LOCAL_OVERLOAD = frozenset({errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL, errno.ENOBUFS, errno.ENOMEM})
 FRAMING = frozenset({b"content-length", b"transfer-encoding"})  # without these an answer lasts until the close
@@ -44,71 +44,6 @@ class Timeouts:
 
 class Closed(Exception):
     """A connection that was kept turned out to be closed, before a byte of an answer: the request may be sent again."""
-
-
-class Response:
-    """An answer as it comes. `headers` are those of KEPT, by their names in lower case."""
-
-    __slots__ = ("_decoder", "_parts", "_size_bytes", "_waiter", "error", "headers", "is_over", "keep_alive", "status")
-
-    def __init__(self) -> None:
-        self.status = 0
-        self.headers: dict[bytes, bytes] = {}
-        self.keep_alive = False
-        self.is_over = False
-        self.error: Exception | None = None
-        self._parts: list[bytes] = []
-        self._size_bytes = 0
-        self._decoder: Decoder | None = None
-        self._waiter: asyncio.Future[None] | None = None
-
-    # For the connection
-
-    def decode(self) -> None:
-        """Prepare for the body's coding (RFC 9110, section 8.4). Raises: EngineError."""
-        coding = self.headers.get(b"content-encoding", b"identity").strip().lower()
-        if coding not in (b"identity", b""):
-            self._decoder = Decoder(coding)
-
-    def add(self, data: bytes) -> None:
-        """Raises: EngineError."""
-        if self._decoder is not None:
-            data = self._decoder.decode(data, MAX_ANSWER_BYTES - self._size_bytes + 1)
-        self._size_bytes += len(data)
-        if self._size_bytes > MAX_ANSWER_BYTES:
-            raise EngineError("The engine's answer is too large.")
-        if data:
-            self._parts.append(data)
-
-    def end(self, error: Exception | None) -> None:
-        if error is None and self._decoder is not None and not self._decoder.is_whole:
-            error = EngineError("The engine's answer ended early.")
-        self.error = error
-        self.is_over = True
-        self.wake()
-
-    def wake(self) -> None:
-        waiter = self._waiter
-        if waiter is not None:
-            self._waiter = None
-            if not waiter.done():
-                waiter.set_result(None)
-
-    # For the reader
-
-    def wait(self) -> "asyncio.Future[None]":
-        """Done when there is more than there was."""
-        waiter = self._waiter = asyncio.get_running_loop().create_future()
-        return waiter
-
-    def take(self) -> bytes:
-        """What has come of the body since the last call."""
-        parts = self._parts
-        if not parts:
-            return b""
-        data = parts[0] if len(parts) == 1 else b"".join(parts)
-        parts.clear()
-        return data
 
 
 class Connection(asyncio.Protocol):
@@ -205,7 +140,7 @@ class Connection(asyncio.Protocol):
             self.fail(_error_of(exc))
         else:
             if not self._is_whole:
-                response.wake()
+                response.deliver()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.is_open = False
@@ -456,18 +391,19 @@ class Reading:
             await response.wait()
         return data
 
+    async def feed(self, read: Callable[[bytes], bool]) -> None:
+        """As Response.feed; the connection is kept for another request if the answer ends by now."""
+        await self.response.feed(read)
+        self._is_settled = True
+        if not self.response.is_over:
+            self._connection.settle()
+
     async def rest(self) -> bytes:
         """All of the body that has not been read. Raises: EngineError."""
         parts = []
         while data := await self.read():
             parts.append(data)
         return b"".join(parts)
-
-    def settle(self) -> None:
-        """All that matters has been read; the connection is kept for another request if the answer ends now."""
-        self._is_settled = True
-        if not self.response.is_over:
-            self._connection.settle()
 
     def close(self) -> None:
         """An answer that is not over is cut short."""

@@ -10,28 +10,28 @@ import email.utils
 import logging
 import ssl
 import time
-from collections.abc import AsyncGenerator
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import orjson
 
-from routing.engine import Answer, Call, Event, Load, Tally, Usage
+from routing.engine import Answer, Call, Event, Load, Take, Tally, Usage
 from routing.errors import (
     ContextLengthExceeded,
     EngineError,
     EngineOverloaded,
+    EngineRefused,
     EngineUnavailable,
     EngineUnreachable,
     RequestRejected,
     RoutingError,
     UnsupportedOperation,
 )
-from routing.pool import EngineRefused
 
 from .event_parser import EventParser
-from .http_client import HttpClient, Response, Timeouts
+from .http_client import HttpClient, Timeouts
+from .http_response import Response
 
 logger = logging.getLogger("headrace")
 
@@ -50,8 +50,7 @@ NO_HURRY = Timeouts()
 
 @dataclass(frozen=True, slots=True)
 class Upstream:
-    """How servers of a pool are asked. `model` is their name for it; None: the caller's. `peer` is who their
-    certificates name, where they are addressed by number."""
+    """How servers of a pool are asked. `model` is their name for it; None: the one in the request."""
 
     api_key: str | None = None
     model: str | None = None
@@ -116,7 +115,7 @@ class RemoteEngine:
             body = orjson.dumps(document)
         return Answer(body, usage, document)
 
-    async def stream(self, call: Call) -> AsyncGenerator[Event, None]:
+    async def stream(self, call: Call, take: Take) -> None:
         self.load.running += 1
         reading = None
         try:
@@ -126,21 +125,9 @@ class RemoteEngine:
                 raise refusal(response, await reading.rest())
             if media_type(response) != EVENTS:
                 raise EngineError("The engine's answer is not the stream of events that was asked for.")
-            parser = EventParser()
-            chunks = Chunks(call)
-            while part := await reading.read():
-                for parsed in parser.feed(part):
-                    if parsed.data == b"[DONE]":
-                        reading.settle()
-                        if (last := chunks.usage_event()) is not None:
-                            yield last
-                        return
-                    if parsed.data:
-                        yield chunks.read(parsed.data, parsed.name)
-            if not chunks.is_finished:
-                raise EngineError("The engine ended the stream early.")
-            if (last := chunks.usage_event()) is not None:
-                yield last
+            events = Events(call, take)
+            await reading.feed(events.read)
+            events.end()
         finally:
             self.load.running -= 1
             if reading is not None:
@@ -182,7 +169,7 @@ class RemoteEngine:
         head = self._heads.get(call.operation)
         if head is None:
             raise UnsupportedOperation(f"This model has no operation {call.operation}.")
-        data = orjson.dumps({**call.body, "model": self._upstream.model or call.model})
+        data = orjson.dumps({**call.body, "model": self._upstream.model or call.body["model"]})
         lines = b"".join([b"%b: %b\r\n" % header for header in call.trace])
         return b"%bx-request-id: %b\r\n%bcontent-length: %d\r\n\r\n%b" % (
             head,
@@ -193,21 +180,41 @@ class RemoteEngine:
         )
 
 
-class Chunks:
-    """Reads a stream's events, for one call."""
+class Events:
+    """Reads a stream's bytes for one call, and gives its events to `take`."""
 
-    def __init__(self, call: Call) -> None:
+    def __init__(self, call: Call, take: Take) -> None:
         self._call = call
+        self._take = take
+        self._parser = EventParser()
         self._finished = 0  # choices, by their own word
+        self._is_done = False
         self._head: dict[str, Any] = {}
         self._usage: Usage | None = None
         self._is_usage_told = False
+
+    def read(self, part: bytes) -> bool:
+        """Whether there is more to come. Raises: EngineError, and what the server tells in an error event."""
+        for parsed in self._parser.feed(part):
+            if parsed.data == b"[DONE]":
+                self._is_done = True
+                return False
+            if parsed.data:
+                self._take(self._event(parsed.data, parsed.name))
+        return True
+
+    def end(self) -> None:
+        """Raises: EngineError, unless the answer is whole."""
+        if not (self._is_done or self.is_finished):
+            raise EngineError("The engine ended the stream early.")
+        if (last := self._usage_event()) is not None:
+            self._take(last)
 
     @property
     def is_finished(self) -> bool:
         return self._finished >= choices_of(self._call)
 
-    def read(self, data: bytes, name: str | None) -> Event:
+    def _event(self, data: bytes, name: str | None) -> Event:
         """Raises: EngineError, and what the server tells in an error event."""
         try:
             document = orjson.loads(data)
@@ -241,7 +248,7 @@ class Chunks:
         self._is_usage_told = self._is_usage_told or usage is not None
         return Event(data, name, usage, document)
 
-    def usage_event(self) -> Event | None:
+    def _usage_event(self) -> Event | None:
         """The last event, of a server that told usage in another one."""
         if self._usage is None or self._is_usage_told:
             return None

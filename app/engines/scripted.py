@@ -16,7 +16,7 @@ from typing import Any
 
 import orjson
 
-from routing.engine import Answer, Call, Event, Load, Usage
+from routing.engine import Answer, Call, Event, Load, Take, Usage
 from routing.errors import ContextLengthExceeded, EngineDied, EngineError, RequestRejected, UnsupportedOperation
 
 WORD = re.compile(r"\s*\S+")
@@ -102,7 +102,7 @@ class ScriptedEngine:
         body = reply.head() | {"choices": choices, "usage": usage_document(reply.usage)}
         return Answer(orjson.dumps(body), reply.usage)
 
-    async def stream(self, call: Call) -> AsyncGenerator[Event, None]:
+    async def stream(self, call: Call, take: Take) -> None:
         reply = self._begin(call)
         with self._running():
             left = [len(reply.tokens)] * reply.choices
@@ -112,10 +112,9 @@ class ScriptedEngine:
                 chunk = reply.choice(choice, token, is_delta=True) | {"finish_reason": finish_reason}
                 if "delta" in chunk and left[choice] == len(reply.tokens) - 1:
                     chunk["delta"]["role"] = "assistant"
-                yield Event(orjson.dumps(reply.head() | {"choices": [chunk]}))
-            yield Event(
-                orjson.dumps(reply.head() | {"choices": [], "usage": usage_document(reply.usage)}), usage=reply.usage
-            )
+                take(Event(orjson.dumps(reply.head() | {"choices": [chunk]})))
+            last = reply.head() | {"choices": [], "usage": usage_document(reply.usage)}
+            take(Event(orjson.dumps(last), usage=reply.usage))
 
     def _begin(self, call: Call) -> "Reply":
         if not self.is_alive:

@@ -3,12 +3,10 @@
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Literal
 
-from routing.engine import Answer, Call, Engine, Event, Load
+from routing.engine import Answer, Call, Engine, Load, Take
 from routing.errors import EngineConfigError, EngineDied, EngineError, EngineUnavailable
 
 logger = logging.getLogger("headrace")
@@ -87,13 +85,11 @@ class SupervisedEngine:
         except EngineDied as exc:
             raise self._unavailable(exc) from exc
 
-    async def stream(self, call: Call) -> AsyncGenerator[Event, None]:
+    async def stream(self, call: Call, take: Take) -> None:
         """Raises: EngineUnavailable, and what the engine raises."""
         self._require_ready()
         try:
-            async with aclosing(self._engine.stream(call)) as events:
-                async for event in events:
-                    yield event
+            await self._engine.stream(call, take)
         except EngineDied as exc:
             raise self._unavailable(exc) from exc
 

@@ -166,9 +166,7 @@ def test_caller_who_leaves_stops_the_server(routed: Process, server: Server) -> 
 
 def test_dead_server_is_made_up_for_by_the_other_engine(routed: Process, server: Server) -> None:
     server.stop()
-    wait_for(
-        lambda: routed.http.get("/health").json()["components"]["pool:far"]["status"] == "down", 10, "not noticed"
-    )
+    wait_for(lambda: routed.http.get("/health").json()["components"]["pool:far"]["status"] == "down", 10, "not noticed")
     began = time.monotonic()
     answers = [ask(routed, number) for number in range(8)]
     assert {answer.status_code for answer in answers} == {200}
