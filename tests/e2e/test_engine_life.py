@@ -18,7 +18,10 @@ LONG = {"max_tokens": 3000, "extra_body": {"ignore_eos": True}}
 
 
 def statuses(process: Process) -> dict[str, str]:
-    return {name: part["state"] for name, part in process.http.get("/health").json()["components"].items()}
+    return {
+        name: part.get("state", part["status"])
+        for name, part in process.http.get("/health").json()["components"].items()
+    }
 
 
 def is_gone(process: psutil.Process) -> bool:

@@ -175,7 +175,11 @@ def test_two_engines_in_one_process_and_an_alias(client: OpenAI, gateway: Proces
         assert gateway.running("local") == 0
     wait_for(lambda: gateway.running("other") == 0, 2, "the second engine was told to stop")
     components = gateway.http.get("/health").json()["components"]
-    assert {name: part["status"] for name, part in components.items()} == {"engine:local": "ok", "engine:other": "ok"}
+    assert {name: part["status"] for name, part in components.items()} == {
+        "engine:local": "ok",
+        "engine:other": "ok",
+        "config": "ok",
+    }
 
 
 @pytest.mark.parametrize("n", [1, 3])
