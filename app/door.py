@@ -144,7 +144,7 @@ class Door:
 
     def answer_at_once(self, path: str, headers: Headers, body: bytes) -> AtOnce:
         """The same walk for a whole POST request that is answered from memory, in steps none of which waits, so that
-        the connection can do without a task for it. An exchange: something has to be waited for, which `serve` does.
+        the connection can do without a task for it. An exchange: something has to be waited for, which `begin` sees to.
         None: it is for ASGI."""
         operation = OPERATIONS.get(path)
         if operation is None or self._lifecycle.is_refusing:
@@ -160,7 +160,7 @@ class Door:
             self._check_head(named)
             hit = self._pipeline.find_at_once(operation, exchange, body)
         except Exception:
-            hit = None  # what is wrong is told by `serve`
+            hit = None  # what is wrong is told on the way of `begin`
         if hit is None:
             return exchange
         exchange.note_source(hit, None, SILENT)

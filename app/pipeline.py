@@ -126,14 +126,13 @@ class Pipeline:
         access.tenant, access.subject = principal.tenant, principal.subject
         return Caller(principal, admission), self._answers.fly(wanted)
 
-    def land_at_once(self, wanted: Wanted, caller: Caller, place: Place) -> Landed:
-        """What that came to, once it is over and went well."""
+    def land_at_once(self, wanted: Wanted, caller: Caller, place: Place) -> None:
+        """Account for what that came to, once it is over and went well."""
         landed = place.flight.result
         assert landed is not None
         wanted.access.usage = landed.usage
         caller.admission.settle_at_once(self._bill(wanted, place))
         place.leave()
-        return landed
 
     async def look_up(self, exchange: Exchange) -> Hit | None:
         """A stored answer, before the caller is let in, to a request that `find_at_once` has seen."""

@@ -134,7 +134,7 @@ class Limiter:
         self._local.settle(plan, tokens)
 
     async def settle(self, plan: Plan, lease: str, tokens: int) -> None:
-        self._local.settle(plan, tokens)
+        self.settle_locally(plan, tokens)
         if self._shared is not None:
             await self._shared.settle(plan, lease, tokens)
 
