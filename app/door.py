@@ -4,7 +4,6 @@ Operations (app/operations.py) go from here to the pipeline; everything else goe
 docs/architecture.md for what that is worth.
 """
 
-import asyncio
 import logging
 from collections.abc import Awaitable
 
@@ -36,7 +35,7 @@ from .logs import Access, AccessLog
 from .metrics import Metrics
 from .operations import OPERATIONS, Operation
 from .pipeline import Caller, Pipeline
-from .sse import DONE, EventStream, close, encode, encode_error, first_events
+from .sse import DONE, EventStream, encode, encode_error
 
 logger = logging.getLogger("headrace")
 
@@ -52,8 +51,6 @@ UNUSUAL = frozenset(
         b"x-headrace-variant",
     }
 )
-
-NO_SCOPE: Scope = {}  # the response looks at nothing of it
 
 AtOnce = tuple[Headers, bytes] | Exchange | None
 
@@ -213,8 +210,8 @@ class Door:
             await caller.admission.settle()
             await exchange.reply(200, whole_body(hit.entry))
             return
-        frames = [encode(event) async for events in self._pipeline.stream(wanted, caller, hit) for event in events]
-        await exchange.reply_stream([*frames, DONE])
+        events = await self._pipeline.replay(wanted, caller, hit)
+        await exchange.reply_stream([*map(encode, events), DONE])
 
     async def _answer(
         self,
@@ -263,30 +260,17 @@ class Door:
         receive: Receive,
         running: Running,
     ) -> None:
-        events = self._pipeline.stream(wanted, caller, place)
-        first = asyncio.create_task(first_events(events))
+        stream = EventStream(exchange.send, exchange.line, exchange.stream_headers, self._ping_s)
+        last = DONE
         try:
-            # An error before the first event is an HTTP error still. A first ping starts the response, though.
             with Interruption(exchange.line, receive, running):
-                await asyncio.wait([first], timeout=self._ping_s)
-            if first.done() and (error := first.exception()) is not None and not isinstance(error, StopAsyncIteration):
-                raise error
-        except BaseException:
-            await close(first, events)
-            raise
-        access = exchange.access
-        response = EventStream(
-            first,
-            events,
-            running.end,
-            encode_error=lambda exc: encode_error(self._failure(exc, access).body(access.request_id)),
-            headers={name.decode(): value.decode() for name, value in exchange.own_headers()},
-            ping_s=self._ping_s,
-            line=exchange.line,
-        )
-        await response(NO_SCOPE, receive, exchange.send)
-        if isinstance(response.error, ClientGone):
-            raise response.error
+                await self._pipeline.stream(wanted, caller, place, stream)
+        except Exception as exc:
+            if isinstance(exc, ClientGone) or not stream.has_begun:
+                raise
+            access = exchange.access
+            last = encode_error(self._failure(exc, access).body(access.request_id))
+        await stream.end(last)
 
     async def _refuse(self, exchange: Exchange, exc: Exception, receive: Receive) -> None:
         failure = self._failure(exc, exchange.access)

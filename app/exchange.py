@@ -110,6 +110,10 @@ class Exchange:
             headers += limit_headers(self.admission.tightest())
         return headers
 
+    def stream_headers(self) -> Headers:
+        """All headers of an event stream."""
+        return [*STREAM, *self.own_headers()]
+
     def note_source(self, source: Hit | Place, obstacle: str | None, control: CacheControl) -> None:
         """What the answer's headers will say of where it came from."""
         if isinstance(source, Hit):
@@ -183,8 +187,7 @@ class Exchange:
 
     async def reply_stream(self, frames: list[bytes]) -> None:
         """Send a whole event stream: every event is there already."""
-        headers = [*STREAM, *self.own_headers()]
-        await self.send({"type": "http.response.start", "status": 200, "headers": headers})
+        await self.send({"type": "http.response.start", "status": 200, "headers": self.stream_headers()})
         await self.send({"type": "http.response.body", "body": b"".join(frames)})
 
 

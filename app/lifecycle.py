@@ -13,7 +13,7 @@ logger = logging.getLogger("headrace")
 class Lifecycle:
     """Serving until `drain` is called; then, in this order: not ready but still accepting, refusing, ended.
 
-    A request runs inside of `running`, whose `end` is set when the request has to end at once.
+    A request runs inside of `running`, which tells when the request has to end at once.
     """
 
     def __init__(self, settle_s: float, drain_s: float) -> None:
@@ -76,14 +76,13 @@ class Lifecycle:
 class Running:
     """A context, for as long as one request runs."""
 
-    __slots__ = ("_end", "_idle", "_is_stopped", "_running", "_when_stopped")
+    __slots__ = ("_idle", "_is_stopped", "_running", "_when_stopped")
 
     def __init__(self, running: "set[Running]", idle: asyncio.Event) -> None:
         self._running = running
         self._idle = idle
         self._is_stopped = False
         self._when_stopped: Callable[[], None] | None = None
-        self._end: asyncio.Future[None] | None = None
 
     def __enter__(self) -> "Running":
         self.begin()
@@ -98,19 +97,8 @@ class Running:
 
     def finish(self) -> None:
         self._running.discard(self)
-        if self._end is not None:
-            self._end.cancel()
         if not self._running:
             self._idle.set()
-
-    @property
-    def end(self) -> "asyncio.Future[None]":
-        """Set when the request has to end; made for those who wait for something."""
-        if self._end is None:
-            self._end = asyncio.get_running_loop().create_future()
-            if self._is_stopped:
-                self._end.set_result(None)
-        return self._end
 
     def when_stopped(self, call: Callable[[], None] | None) -> None:
         """Call this when the request has to end."""
@@ -122,5 +110,3 @@ class Running:
         self._is_stopped = True
         if self._when_stopped is not None:
             self._when_stopped()
-        if self._end is not None and not self._end.done():
-            self._end.set_result(None)

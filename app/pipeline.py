@@ -2,9 +2,9 @@
 
 import re
 import time
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import Callable, Mapping
 from hashlib import blake2b
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from auth.authenticator import Authenticator, Everyone
 from auth.limits import Admission, Limiter
@@ -37,6 +37,15 @@ class Caller(NamedTuple):
 
     principal: Principal
     admission: Admission
+
+
+class Reader(Protocol):
+    """Who reads a stream for a caller."""
+
+    async def read(self, seat: Place, for_caller: Callable[[list[LogEvent]], list[LogEvent]]) -> None:
+        """Return at the end of the flight. What goes to the caller is what `for_caller` makes of the flight's events.
+        Raises what ended the flight."""
+        ...
 
 
 class Pipeline:
@@ -288,24 +297,28 @@ class Pipeline:
             finally:
                 place.leave()
 
-    async def stream(self, wanted: Wanted, caller: Caller, source: Hit | Place) -> AsyncGenerator[list[LogEvent], None]:
-        """The events, as many at a time as there are. Raises: RoutingError, CacheError, before the first or later."""
-        if isinstance(source, Hit):
-            events = replayed(source.entry, wanted.operation)
-            yield self._for_caller(wanted, after(events, wanted.last_event_id))
-            await caller.admission.settle()
-            return
-        renamer = None if source.leads else Renamer()
-        with seated(source):
+    async def replay(self, wanted: Wanted, caller: Caller, hit: Hit) -> list[LogEvent]:
+        """All events of a stored answer."""
+        events = replayed(hit.entry, wanted.operation)
+        events = self._for_caller(wanted, after(events, wanted.last_event_id))
+        await caller.admission.settle()
+        return events
+
+    async def stream(self, wanted: Wanted, caller: Caller, place: Place, reader: Reader) -> None:
+        """Let the reader have the events as they come. Raises: RoutingError, CacheError."""
+        renamer = None if place.leads else Renamer()
+
+        def for_caller(events: list[LogEvent]) -> list[LogEvent]:
+            events = self._for_caller(wanted, events)
+            if renamer is None:
+                return events
+            return [event._replace(data=renamer.rename(event.data)) for event in events]
+
+        with seated(place):
             try:
-                while events := await source.events():
-                    events = self._for_caller(wanted, events)
-                    if renamer is not None:
-                        events = [event._replace(data=renamer.rename(event.data)) for event in events]
-                    if events:
-                        yield events
+                await reader.read(place, for_caller)
             finally:
-                await self._settle(wanted, caller, source)
+                await self._settle(wanted, caller, place)
 
     def _for_caller(self, wanted: Wanted, events: list[LogEvent]) -> list[LogEvent]:
         """Note what the log says of the stream, and leave out what the caller did not ask for."""

@@ -54,6 +54,7 @@ class Flight(Generic[R]):
         self._paid = 0
         self.task: asyncio.Task[None] | None = None
         self._waiting: list[asyncio.Future[None]] = []
+        self._readers: list[Callable[[], None]] = []
         self._when_over: list[Callable[[], None]] = []
 
     def append(self, data: bytes, name: str | None = None, tells_usage: bool = False, id: bytes | None = None) -> None:
@@ -89,10 +90,22 @@ class Flight(Generic[R]):
         return future
 
     def _wake(self) -> None:
-        waiting, self._waiting = self._waiting, []
-        for future in waiting:
-            if not future.done():
-                future.set_result(None)
+        for read in self._readers:
+            read()
+        if self._waiting:
+            waiting, self._waiting = self._waiting, []
+            for future in waiting:
+                if not future.done():
+                    future.set_result(None)
+
+    @contextmanager
+    def read_by(self, read: Callable[[], None]) -> Iterator[None]:
+        """Call this at each event and at the end, where they come up; it must not raise."""
+        self._readers.append(read)
+        try:
+            yield
+        finally:
+            self._readers.remove(read)
 
     def bill(self) -> int:
         """What has to be paid since the last bill."""
@@ -113,6 +126,7 @@ class Seat(Generic[R]):
         self.leads = leads
         self.position = position
         self._left = left
+        self._end: asyncio.Future[bool] | None = None  # of a `feed` under way
         flight.seats[self] = None
 
     @property
@@ -124,18 +138,43 @@ class Seat(Generic[R]):
         if self.flight.seats.pop(self, self) is None:
             self._left(self.flight)
 
-    async def events(self) -> list[LogEvent]:
-        """Those that came since the last call; waits for some. Empty at the end. Raises what ended the flight."""
+    async def feed(self, take: Callable[[list[LogEvent]], bool]) -> bool:
+        """Give `take` the events that it was not given yet, each where it comes up and not in a task, until it wants no
+        more for now, or `wake` is called (False), or the flight is over (True). Raises what ended it, and what `take`
+        raises."""
         flight = self.flight
-        while self.position >= len(flight.log):
-            if flight.is_over:
-                if flight.error is not None:
-                    raise flight.error.with_traceback(None)
-                return []
-            await flight.progress()
-        events = flight.log[self.position :]
-        self.position = len(flight.log)
-        return events
+        end: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        self._end = end
+
+        def read() -> None:
+            if end.done():
+                return
+            try:
+                wants_more = self._give(take)
+            except Exception as exc:
+                end.set_exception(exc)
+                return
+            if flight.is_over or not wants_more:
+                end.set_result(wants_more)
+
+        with flight.read_by(read):
+            read()
+            is_over = await end
+        if is_over and flight.error is not None:
+            raise flight.error.with_traceback(None)
+        return is_over
+
+    def _give(self, take: Callable[[list[LogEvent]], bool]) -> bool:
+        log, position = self.flight.log, self.position
+        if position >= len(log):
+            return True
+        self.position = len(log)
+        return take(log[position:])
+
+    def wake(self) -> None:
+        """Make `feed` return."""
+        if self._end is not None and not self._end.done():
+            self._end.set_result(False)
 
     async def result(self) -> R | None:
         """What the whole flight came to. Raises what ended it."""

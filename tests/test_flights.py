@@ -52,11 +52,26 @@ async def flying(**options: float) -> AsyncIterator[tuple[Flights[str], Work]]:
         assert flights.stats().in_flight == 0
 
 
+async def next_events(seat: Seat[str]) -> list[LogEvent]:
+    taken: list[LogEvent] = []
+
+    def take(events: list[LogEvent]) -> bool:
+        taken.extend(events)
+        return False
+
+    await seat.feed(take)
+    return taken
+
+
 async def read(seat: Seat[str]) -> list[bytes]:
-    data = []
+    data: list[bytes] = []
+
+    def take(events: list[LogEvent]) -> bool:
+        data.extend(event.data for event in events)
+        return True
+
     with seated(seat):
-        while events := await seat.events():
-            data += [event.data for event in events]
+        await seat.feed(take)
     return data
 
 
@@ -95,7 +110,7 @@ async def test_flight_goes_on_until_the_last_one_leaves() -> None:
     async with flying() as (flights, work):
         seats = [flights.join(KEY, work, True) for _ in range(3)]
         work.say(b"1")
-        await seats[0].events()
+        await next_events(seats[0])
         for seat in seats[:2]:  # the leader too
             seat.leave()
             seat.leave()
@@ -149,7 +164,7 @@ async def test_bill_is_paid_by_the_longest_waiting_once() -> None:
     async with flying() as (flights, work):
         first, second, third = (flights.join(KEY, work, True) for _ in range(3))
         work.say(b"1")
-        await first.events()
+        await next_events(first)
         spent = 10
         first.flight.cost = lambda: spent
         assert [seat.pays for seat in (first, second, third)] == [True, False, False]
@@ -177,7 +192,7 @@ async def test_owner_reads_on_live_or_when_it_is_over() -> None:
         flights.admit(seat, ANN)
         work.say(b"1", b"2")
         await until(lambda: len(seat.flight.log) == 2)
-        events = await seat.events()
+        events = await next_events(seat)
         seat.leave()
         resumed = await flights.resume(KEY, events[0].id, ANN, None)
         reader = asyncio.create_task(read(resumed))
@@ -194,7 +209,7 @@ async def test_nobody_else_reads_on() -> None:
         seat = flights.join(KEY, work, True)
         flights.admit(seat, ANN)
         work.say(b"1", None)
-        events = await seat.events()
+        events = await next_events(seat)
         for key, event_id, owner in (
             (KEY, events[0].id, BOB),
             (OTHER, events[0].id, ANN),
@@ -212,7 +227,7 @@ async def test_old_streams_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> Non
         seat = flights.join(KEY, work, True)
         flights.admit(seat, ANN)
         work.say(b"1", None)
-        events = await seat.events()
+        events = await next_events(seat)
         await seat.result()
         (await flights.resume(KEY, events[0].id, ANN, None)).leave()
         await until(lambda: flights.stats().kept == 0)
@@ -238,7 +253,7 @@ async def test_aborted_flight_goes_on_where_the_same_answer_can_be_had_again() -
         flights.admit(seat, ANN)
         work.say(b"1", b"2")
         await until(lambda: len(seat.flight.log) == 2)
-        events = await seat.events()
+        events = await next_events(seat)
         seat.leave()
         await until(lambda: work.cancelled == 1)
         again = Work()
@@ -253,7 +268,7 @@ async def test_flight_lingers_for_one_who_lost_the_connection() -> None:
         seat = flights.join(KEY, work, True)
         flights.admit(seat, ANN)
         work.say(b"1")
-        events = await seat.events()
+        events = await next_events(seat)
         seat.leave()
         await asyncio.sleep(0.05)
         resumed = await flights.resume(KEY, events[0].id, ANN, None)
