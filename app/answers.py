@@ -319,6 +319,7 @@ class Answers:
         if not flight.log and (flight.owners or flight.source is not None):
             for payload in replay(document, is_chat(wanted.operation)):
                 flight.append(payload, tells_usage=is_usage_chunk(payload))
+            flight.tell()
         limit = wanted.body.get("max_completion_tokens") or wanted.body.get("max_tokens")
         # What another pool or model answered in this one's place is not what the next caller should get.
         if is_kept and tally.fallback is None and self._cache is not None and is_whole(document, limit):
@@ -350,15 +351,17 @@ class Answers:
         beyond = Continuation(event.data for event in flight.log) if flight.log else None
         usage: Usage | None = None
 
-        def take(event: Event) -> None:
+        def take(events: list[Event]) -> None:
             nonlocal usage
-            data = event.data if beyond is None else beyond.next(event.data)
-            if data is not None:
-                flight.append(data, event.name, event.usage is not None)
+            for event in events:
+                data = event.data if beyond is None else beyond.next(event.data)
+                if data is not None:
+                    flight.append(data, event.name, event.usage is not None)
+                if event.usage is not None:
+                    usage = event.usage
+            flight.tell()
             if assembly is not None:
-                put_together(assembly, event)
-            if event.usage is not None:
-                usage = event.usage
+                put_together(assembly, events)
 
         await wanted.variant.engine.stream(call, take)
         return (None if assembly is None else assembly.document()), usage
@@ -373,10 +376,14 @@ class Answers:
         return Entry(*parts, prompt, completion, made_at, made_at + self._ttl(wanted))
 
 
-def put_together(assembly: Assembly, event: Event) -> None:
+def put_together(assembly: Assembly, events: list[Event]) -> None:
     """Raises: EngineError."""
     try:
-        assembly.add(event.data if event.document is None else event.document)
+        for event in events:
+            if event.text is not None:
+                assembly.add_text(event.text)
+            else:
+                assembly.add(event.data if event.document is None else event.document)
     except ValueError as exc:
         raise EngineError("The engine's stream has an unknown form.") from exc
 

@@ -169,6 +169,8 @@ class Assembly:
         self.head: dict[str, Any] = {}
         self.extras: dict[str, Any] = {}  # of the top level
         self.choices: dict[int, Choice] = {}
+        self._last: dict[str, Any] | None = None  # the last chunk
+        self._pieces: list[str] | None = None  # of its text
         self._body = "delta" if is_chat else "text"
 
     def add(self, payload: bytes | dict[str, Any]) -> None:
@@ -180,7 +182,23 @@ class Assembly:
         except (AttributeError, KeyError, TypeError) as exc:
             raise ValueError("not a chunk of a streamed answer") from exc
 
+    def add_text(self, text: str) -> None:
+        """Take a chunk that is the one before it with another text. Raises: ValueError, if that had not one text."""
+        if self._pieces is None:
+            self._pieces = self._pieces_of(self._last)
+        self._pieces.append(text)
+
+    def _pieces_of(self, chunk: dict[str, Any] | None) -> list[str]:
+        choices = [] if chunk is None else chunk["choices"]
+        fields = [choice.get("delta", choice) for choice in choices]
+        told = fields[0].items() if len(fields) == 1 else ()
+        names = [name for name, value in told if type(value) is str and name in (*_TEXT, "text")]
+        if len(names) != 1:
+            raise ValueError("not a chunk of one text")
+        return self.choices[choices[0]["index"]].texts[names[0]]
+
     def add_chunk(self, chunk: dict[str, Any]) -> None:
+        self._last, self._pieces = chunk, None
         for choice in chunk["choices"]:
             index = choice["index"]
             if index not in self.choices:

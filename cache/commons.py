@@ -205,6 +205,7 @@ class RedisCommons(Generic[R]):
                 data = event.data if beyond is None else beyond.next(event.data)
                 if data is not None:
                     flight.append(data, event.name, event.tells_usage, event.id)
+            flight.tell()
             if not is_alive and not entries:
                 return None
             pause_s = FIRST_PAUSE_S if entries else min(pause_s * 1.5, MOST_PAUSE_S)

@@ -58,13 +58,12 @@ class Flight(Generic[R]):
         self._when_over: list[Callable[[], None]] = []
 
     def append(self, data: bytes, name: str | None = None, tells_usage: bool = False, id: bytes | None = None) -> None:
-        """Add an event; without an id of another flight's log it gets the next one of this."""
+        """Add an event, to be followed by `tell`; without an id of another flight's log it gets the next one of this."""
         if id is None:
             id = b"%b.%d" % (self.ref, len(self.log))
         # A copy: what orjson returns keeps the room that it was written in, some 4 KB.
         self.log.append(LogEvent(id, b"%b" % data, name, tells_usage))
         self.size_bytes += len(data) + EVENT_BYTES
-        self._wake()
 
     def end(self, result: R | None, error: BaseException | None) -> None:
         self.result, self.error = result, error
@@ -74,7 +73,7 @@ class Flight(Generic[R]):
         cost = self.cost()
         self.cost = lambda: cost
         self.task = None
-        self._wake()
+        self.tell()
         when_over, self._when_over = self._when_over, []
         for call in when_over:
             call()
@@ -89,7 +88,8 @@ class Flight(Generic[R]):
         self._waiting.append(future)
         return future
 
-    def _wake(self) -> None:
+    def tell(self) -> None:
+        """Let readers know of what is new."""
         for read in self._readers:
             read()
         if self._waiting:

@@ -56,12 +56,14 @@ class Answer(NamedTuple):
 
 class Event(NamedTuple):
     """One server-sent event; `data` is its payload without framing, `document` the same decoded, of an engine that has
-    it. The event that only tells usage carries it."""
+    it. One with a `text` is the event before it in all but that, its text. The event that only tells usage carries it.
+    """
 
     data: bytes
     name: str | None = None
     usage: Usage | None = None
     document: dict[str, Any] | None = None
+    text: str | None = None
 
 
 @dataclass(slots=True)
@@ -72,8 +74,9 @@ class Load:
     waiting: int = 0
 
 
-# It is called where the event comes up, which may be outside of any task, and must not wait for anything.
-Take = Callable[[Event], None]
+# It gets events that came together, is called where they come up, which may be outside of any task, and must not wait
+# for anything.
+Take = Callable[[list[Event]], None]
 
 
 class Answerer(Protocol):
@@ -82,7 +85,7 @@ class Answerer(Protocol):
     async def answer(self, call: Call) -> Answer: ...
 
     async def stream(self, call: Call, take: Take) -> None:
-        """Give events to `take`, each as it comes; to return is the end of a whole answer (there is no `[DONE]`).
+        """Give events to `take`, as they come; to return is the end of a whole answer (there is no `[DONE]`).
 
         Always tells usage at the end. To cancel it aborts the engine's work; so does an error that `take` raises.
         """

@@ -199,14 +199,14 @@ class Pool:
 
 
 def watched(call: Call, lease: Lease, take: Take) -> Take:
-    """`take`, with a note of the first event."""
+    """`take`, with a note of the first time."""
     tally = call.tally
 
-    def take_and_note(event: Event) -> None:
+    def take_and_note(events: list[Event]) -> None:
         if tally.first_event_at is None:
             tally.first_event_at = time.monotonic()
             lease.first_token()
-        take(event)
+        take(events)
 
     return take_and_note
 

@@ -108,9 +108,9 @@ class FramesEngine(ScriptedEngine):
         self.calls += 1
         head = {"id": "chatcmpl-9", "object": "chat.completion.chunk", "created": 1, "model": "demo"}
         for choice in self._chunks:
-            take(Event(orjson.dumps({**head, "choices": [{"index": 0, "finish_reason": None, **choice}]})))
+            take([Event(orjson.dumps({**head, "choices": [{"index": 0, "finish_reason": None, **choice}]}))])
         usage = {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}
-        take(Event(orjson.dumps({**head, "choices": [], "usage": usage}), usage=Usage(3, 2)))
+        take([Event(orjson.dumps({**head, "choices": [], "usage": usage}), usage=Usage(3, 2))])
 
     async def answer(self, call: Call) -> Answer:
         assembly = Assembly(is_chat=True)

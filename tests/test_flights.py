@@ -29,6 +29,7 @@ class Work:
                 if isinstance(step, Exception):
                     raise step
                 flight.append(step)
+                flight.tell()
             return "result"
         except asyncio.CancelledError:
             self.cancelled += 1

@@ -115,7 +115,7 @@ class CutEngine(ScriptedEngine):
     """Breaks off within the second event's making, as a lost connection would."""
 
     async def stream(self, call: Call, take: Take) -> None:
-        take(Event(b'{"choices":[{"index":0,"delta":{"content":"One"}}]}'))
+        take([Event(b'{"choices":[{"index":0,"delta":{"content":"One"}}]}')])
         raise EngineError("The engine ended the stream early.")
 
 

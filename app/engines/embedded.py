@@ -185,9 +185,9 @@ class EmbeddedEngine:
                 elif data.startswith(b'{"error"'):
                     raise self._in_band_error(data, call)
                 elif b'"choices":[]' in data:  # a string would have its quotation marks escaped
-                    take(Event(self._renamed(data, call), usage=usage_of(orjson.loads(data).get("usage"))))
+                    take([Event(self._renamed(data, call), usage=usage_of(orjson.loads(data).get("usage")))])
                 else:
-                    take(Event(self._renamed(data, call)))
+                    take([Event(self._renamed(data, call))])
         if not is_whole:
             raise EngineError("The engine ended the stream early.")
 

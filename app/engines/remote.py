@@ -6,45 +6,26 @@ is the name that the caller asked for.
 """
 
 import asyncio
-import email.utils
 import logging
 import ssl
 import time
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import orjson
 
-from routing.engine import Answer, Call, Event, Load, Take, Tally, Usage
-from routing.errors import (
-    ContextLengthExceeded,
-    EngineError,
-    EngineOverloaded,
-    EngineRefused,
-    EngineUnavailable,
-    EngineUnreachable,
-    RequestRejected,
-    RoutingError,
-    UnsupportedOperation,
-)
+from routing.engine import Answer, Call, Load, Take
+from routing.errors import EngineError, EngineUnavailable, UnsupportedOperation
 
-from .event_parser import EventParser
 from .http_client import HttpClient, Timeouts
 from .http_response import Response
+from .remote_errors import refusal, refusal_in
+from .remote_stream import Events, note_usage, usage_of
 
 logger = logging.getLogger("headrace")
 
 PATHS = {"chat.completions": b"/v1/chat/completions", "completions": b"/v1/completions"}
-# Of an error's `param` (vLLM) and `code` (OpenAI) when the prompt is too long.
-TOO_LONG = ("input_tokens", "input_text", "context_length_exceeded")
 JSON, EVENTS = b"application/json", b"text/event-stream"
-HEAD = ("id", "object", "created", "model")
-MOST_MESSAGE_CHARS = 500
-# Of a server that has too much to do: when it does not say when to come back, and the most that it is believed.
-DEFAULT_RETRY_S, MOST_RETRY_S = 1.0, 3600.0
-
-
 NO_HURRY = Timeouts()
 
 
@@ -180,95 +161,6 @@ class RemoteEngine:
         )
 
 
-class Events:
-    """Reads a stream's bytes for one call, and gives its events to `take`."""
-
-    def __init__(self, call: Call, take: Take) -> None:
-        self._call = call
-        self._take = take
-        self._parser = EventParser()
-        self._finished = 0  # choices, by their own word
-        self._is_done = False
-        self._head: dict[str, Any] = {}
-        self._usage: Usage | None = None
-        self._is_usage_told = False
-
-    def read(self, part: bytes) -> bool:
-        """Whether there is more to come. Raises: EngineError, and what the server tells in an error event."""
-        for parsed in self._parser.feed(part):
-            if parsed.data == b"[DONE]":
-                self._is_done = True
-                return False
-            if parsed.data:
-                self._take(self._event(parsed.data, parsed.name))
-        return True
-
-    def end(self) -> None:
-        """Raises: EngineError, unless the answer is whole."""
-        if not (self._is_done or self.is_finished):
-            raise EngineError("The engine ended the stream early.")
-        if (last := self._usage_event()) is not None:
-            self._take(last)
-
-    @property
-    def is_finished(self) -> bool:
-        return self._finished >= choices_of(self._call)
-
-    def _event(self, data: bytes, name: str | None) -> Event:
-        """Raises: EngineError, and what the server tells in an error event."""
-        try:
-            document = orjson.loads(data)
-        except orjson.JSONDecodeError:
-            raise EngineError("The engine sent an event that is not JSON.") from None
-        if type(document) is not dict:
-            raise EngineError("The engine sent an event of an unknown form.")
-        if (error := document.get("error")) is not None:
-            raise refusal_in(error)
-        if document.get("model") != self._call.model:
-            document["model"] = self._call.model
-            data = orjson.dumps(document)
-        elif b"\n" in data:  # an event that came on several lines leaves on one
-            data = orjson.dumps(document)
-        if not self._head:
-            self._head = {field: document[field] for field in HEAD if field in document}
-        choices = document.get("choices")
-        usage = usage_of(document) if document.get("usage") else None
-        if usage is not None:
-            self._usage = usage
-            note_usage(self._call.tally, usage)
-        elif choices:
-            self._call.tally.completion_tokens += 1
-        if type(choices) is not list or not all(type(choice) is dict for choice in choices):
-            raise EngineError("The engine sent an event of an unknown form.")
-        if choices:
-            for choice in choices:
-                if choice.get("finish_reason"):
-                    self._finished += 1
-            return Event(data, name, None, document)
-        self._is_usage_told = self._is_usage_told or usage is not None
-        return Event(data, name, usage, document)
-
-    def _usage_event(self) -> Event | None:
-        """The last event, of a server that told usage in another one."""
-        if self._usage is None or self._is_usage_told:
-            return None
-        usage = self._usage
-        told: dict[str, Any] = {
-            "prompt_tokens": usage.prompt_tokens,
-            "completion_tokens": usage.completion_tokens,
-            "total_tokens": usage.prompt_tokens + usage.completion_tokens,
-        }
-        document = {**self._head, "choices": [], "usage": told}
-        return Event(orjson.dumps(document), None, usage, document)
-
-
-def choices_of(call: Call) -> int:
-    """How many are asked for."""
-    prompt = call.body.get("prompt")
-    n: int = call.body.get("n") or 1
-    return n * len(prompt) if type(prompt) is list and type(prompt[0]) is not int else n
-
-
 def read_document(response: Response, body: bytes) -> dict[str, Any]:
     """A whole answer, decoded. Raises: EngineError, and what the server tells in place of an answer."""
     if media_type(response) != JSON:
@@ -288,81 +180,3 @@ def read_document(response: Response, body: bytes) -> dict[str, Any]:
 
 def media_type(response: Response) -> bytes:
     return response.headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
-
-
-def usage_of(document: dict[str, Any]) -> Usage | None:
-    told = document.get("usage")
-    if type(told) is not dict or type(told.get("prompt_tokens")) is not int:
-        return None
-    completion, details = told.get("completion_tokens"), told.get("prompt_tokens_details")
-    cached = details.get("cached_tokens") if type(details) is dict else None
-    return Usage(
-        told["prompt_tokens"],
-        completion if type(completion) is int else 0,
-        cached if type(cached) is int else None,
-    )
-
-
-def note_usage(tally: Tally, usage: Usage) -> None:
-    tally.prompt_tokens, tally.completion_tokens = usage.prompt_tokens, usage.completion_tokens
-
-
-def refusal(response: Response, body: bytes) -> RoutingError:
-    """What a status other than 200 means to the caller."""
-    document: Any = None
-    with suppress(orjson.JSONDecodeError):
-        document = orjson.loads(body)
-    error = document.get("error") if type(document) is dict else None
-    if type(error) is str:  # as of Text Generation Inference, and of Ollama
-        error = {"message": error}
-    elif error is None and type(document) is dict and document.get("object") == "error":  # as of vLLM before 0.10
-        error = document
-    after_s = retry_after_s(response.headers.get(b"retry-after"))
-    return meaning(response.status, error if type(error) is dict else {}, after_s)
-
-
-def refusal_in(error: Any) -> RoutingError:
-    """What an error object means that came with a status of 200."""
-    if type(error) is not dict:
-        return EngineError("The engine failed at this request.")
-    code = error.get("code")
-    return meaning(code if type(code) is int else 500, error, None)
-
-
-def meaning(status: int, error: dict[str, Any], after_s: float | None) -> RoutingError:
-    """The first case that fits counts."""
-    param, code = error.get("param"), error.get("code")
-    field = None if param is None else str(param)
-    message = str(error.get("message") or "The engine refuses this request.")[:MOST_MESSAGE_CHARS]
-    if status == 429 or (status == 503 and after_s is not None):
-        return EngineOverloaded(DEFAULT_RETRY_S if after_s is None else after_s)
-    if status == 503:
-        return EngineUnreachable("The engine cannot take requests now.")
-    if status == 504:
-        return EngineError("The engine's server gave up waiting.")
-    if status == 408:
-        return EngineRefused("The engine's server gave up waiting.")
-    if param in TOO_LONG or code in TOO_LONG:
-        return ContextLengthExceeded(message, field)
-    if status in (401, 403, 407):
-        return EngineRefused("The engine does not accept the gateway's credentials.")
-    if status in (404, 405, 501):
-        if param == "model" or code == "model_not_found":
-            return EngineRefused("The engine does not know the model that the gateway asks for.")
-        return UnsupportedOperation("The engine behind this model has no such operation.")
-    if 400 <= status < 500:
-        return RequestRejected(message, field)
-    return EngineError("The engine failed at this request.")
-
-
-def retry_after_s(value: bytes | None) -> float | None:
-    """Seconds from now (RFC 9110, section 10.2.3); None for what is not understood."""
-    if value is None:
-        return None
-    value = value.strip()
-    if value.isdigit():
-        return min(float(value), MOST_RETRY_S)
-    with suppress(ValueError, TypeError, OverflowError):
-        in_s = email.utils.parsedate_to_datetime(value.decode("latin-1")).timestamp() - time.time()
-        return min(max(0.0, in_s), MOST_RETRY_S)
-    return None

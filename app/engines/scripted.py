@@ -112,9 +112,9 @@ class ScriptedEngine:
                 chunk = reply.choice(choice, token, is_delta=True) | {"finish_reason": finish_reason}
                 if "delta" in chunk and left[choice] == len(reply.tokens) - 1:
                     chunk["delta"]["role"] = "assistant"
-                take(Event(orjson.dumps(reply.head() | {"choices": [chunk]})))
+                take([Event(orjson.dumps(reply.head() | {"choices": [chunk]}))])
             last = reply.head() | {"choices": [], "usage": usage_document(reply.usage)}
-            take(Event(orjson.dumps(last), usage=reply.usage))
+            take([Event(orjson.dumps(last), usage=reply.usage)])
 
     def _begin(self, call: Call) -> "Reply":
         if not self.is_alive:
