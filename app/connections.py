@@ -71,9 +71,10 @@ class Line:
         """Run what ends with the request's answer."""
         self._connection.spawn(self._cycle, work)
 
-    def write(self, data: bytes) -> bool:
-        """Send some more of an answer whose length is not told, in one step; False: not now."""
-        return self._connection.write_part(self._cycle, data)
+    @property
+    def write(self) -> Callable[[bytes], bool]:
+        """Sends some more of an answer whose length is not told, in one step; False: not now."""
+        return partial(self._connection.write_part, self._cycle)
 
     def when_gone(self, call: Callable[[], None] | None) -> None:
         """Call this as soon as the caller has left."""

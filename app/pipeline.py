@@ -3,6 +3,7 @@
 import re
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from hashlib import blake2b
 from typing import Any, NamedTuple, Protocol
 
@@ -300,35 +301,31 @@ class Pipeline:
     async def replay(self, wanted: Wanted, caller: Caller, hit: Hit) -> list[LogEvent]:
         """All events of a stored answer."""
         events = replayed(hit.entry, wanted.operation)
-        events = self._for_caller(wanted, after(events, wanted.last_event_id))
+        events = self._for_caller(wanted, None, after(events, wanted.last_event_id))
         await caller.admission.settle()
         return events
 
     async def stream(self, wanted: Wanted, caller: Caller, place: Place, reader: Reader) -> None:
         """Let the reader have the events as they come. Raises: RoutingError, CacheError."""
-        renamer = None if place.leads else Renamer()
-
-        def for_caller(events: list[LogEvent]) -> list[LogEvent]:
-            events = self._for_caller(wanted, events)
-            if renamer is None:
-                return events
-            return [event._replace(data=renamer.rename(event.data)) for event in events]
-
+        for_caller = partial(self._for_caller, wanted, None if place.leads else Renamer())
         with seated(place):
             try:
                 await reader.read(place, for_caller)
             finally:
                 await self._settle(wanted, caller, place)
 
-    def _for_caller(self, wanted: Wanted, events: list[LogEvent]) -> list[LogEvent]:
+    def _for_caller(self, wanted: Wanted, renamer: Renamer | None, events: list[LogEvent]) -> list[LogEvent]:
         """Note what the log says of the stream, and leave out what the caller did not ask for."""
         access = wanted.access
         if access.first_token is None:
             access.first_token = time.perf_counter()
-        if not (events[0].tells_usage if len(events) == 1 else any(event.tells_usage for event in events)):
+        if events[0].tells_usage if len(events) == 1 else any(event.tells_usage for event in events):
+            access.usage = next(usage_in(event.data) for event in events if event.tells_usage)
+            if not wanted.tells_usage:
+                events = [event for event in events if not event.tells_usage]
+        if renamer is None:
             return events
-        access.usage = next(usage_in(event.data) for event in events if event.tells_usage)
-        return events if wanted.tells_usage else [event for event in events if not event.tells_usage]
+        return [event._replace(data=renamer.rename(event.data)) for event in events]
 
     async def _settle(self, wanted: Wanted, caller: Caller, place: Place) -> None:
         """Charge the caller, before the last byte leaves: who has read it may call again at once."""

@@ -57,13 +57,15 @@ class EventStream:
     async def read(self, seat: Seat[Any], for_caller: ForCaller) -> None:
         """Send what comes up, until the flight is over. Raises what ended it."""
 
+        write = self._write
+
         def take(events: list[LogEvent]) -> bool:
             events = for_caller(events)
             if not events:
                 return True
             self._is_silent = False
             frames = encode(events[0]) if len(events) == 1 else b"".join(map(encode, events))
-            if self._write_at_once(frames):
+            if self.has_begun and write is not None and write(frames):
                 return True
             self._unsent = frames
             return False
@@ -75,9 +77,6 @@ class EventStream:
         finally:
             if self._timer is not None:
                 self._timer.cancel()
-
-    def _write_at_once(self, frames: bytes) -> bool:
-        return self.has_begun and self._write is not None and self._write(frames)
 
     async def end(self, last: bytes) -> None:
         """Send the last frame."""
@@ -100,8 +99,7 @@ class EventStream:
         self._timer = asyncio.get_running_loop().call_later(self._ping_s, self._ping, seat)
 
     def _ping(self, seat: Seat[Any]) -> None:
-        is_due = self._is_silent and not (self._is_sending or self._unsent)
-        if is_due and not self._write_at_once(PING):
+        if self._is_silent and not (self._is_sending or self._unsent):
             self._unsent = PING
             seat.wake()
         self._is_silent = True

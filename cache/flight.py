@@ -58,7 +58,7 @@ class Flight(Generic[R]):
         self._when_over: list[Callable[[], None]] = []
 
     def append(self, data: bytes, name: str | None = None, tells_usage: bool = False, id: bytes | None = None) -> None:
-        """Add an event, to be followed by `tell`; without an id of another flight's log it gets the next one of this."""
+        """Add an event, to be followed by `tell`; without an id of another flight's log it gets this one's next."""
         if id is None:
             id = b"%b.%d" % (self.ref, len(self.log))
         # A copy: what orjson returns keeps the room that it was written in, some 4 KB.
@@ -142,18 +142,21 @@ class Seat(Generic[R]):
         """Give `take` the events that it was not given yet, each where it comes up and not in a task, until it wants no
         more for now, or `wake` is called (False), or the flight is over (True). Raises what ended it, and what `take`
         raises."""
-        flight = self.flight
+        flight, log = self.flight, self.flight.log
         end: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         self._end = end
 
         def read() -> None:
             if end.done():
                 return
-            try:
-                wants_more = self._give(take)
-            except Exception as exc:
-                end.set_exception(exc)
-                return
+            wants_more, position = True, self.position
+            if position < len(log):
+                self.position = len(log)
+                try:
+                    wants_more = take(log[position:])
+                except Exception as exc:
+                    end.set_exception(exc)
+                    return
             if flight.is_over or not wants_more:
                 end.set_result(wants_more)
 
@@ -163,13 +166,6 @@ class Seat(Generic[R]):
         if is_over and flight.error is not None:
             raise flight.error.with_traceback(None)
         return is_over
-
-    def _give(self, take: Callable[[list[LogEvent]], bool]) -> bool:
-        log, position = self.flight.log, self.position
-        if position >= len(log):
-            return True
-        self.position = len(log)
-        return take(log[position:])
 
     def wake(self) -> None:
         """Make `feed` return."""

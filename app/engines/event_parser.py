@@ -1,8 +1,6 @@
 """Server-sent events as they come off a connection, in every form that the standard allows: WHATWG HTML, section 9.2.6,
 "Interpreting an event stream"."""
 
-from typing import NamedTuple
-
 from routing.errors import EngineError
 
 MAX_EVENT_BYTES = 16 * 1024 * 1024
@@ -10,9 +8,8 @@ BOM = b"\xef\xbb\xbf"
 TOO_LARGE = "The engine sent an event that is too large."
 
 
-class ParsedEvent(NamedTuple):
-    data: bytes
-    name: str | None = None
+# Data and name.
+ParsedEvent = tuple[bytes, str | None]
 
 
 class EventParser:
@@ -27,6 +24,8 @@ class EventParser:
 
     def feed(self, data: bytes) -> list[ParsedEvent]:
         """The events that are whole now. Raises: EngineError, for one that never ends."""
+        if self._is_begun and not (self._rest or self._ends_with_cr) and is_one_simple(data):
+            return [(data[6:-2], None)]
         if not self._is_begun:
             data = self._without_bom(data)
         if b"\r" in data or self._ends_with_cr:
@@ -41,10 +40,10 @@ class EventParser:
         *blocks, self._rest = data.split(b"\n\n")
         if len(self._rest) > MAX_EVENT_BYTES:
             raise EngineError(TOO_LARGE)
-        events = []
+        events: list[ParsedEvent] = []
         for block in blocks:
             if block.startswith(b"data: ") and b"\n" not in block:
-                events.append(ParsedEvent(block[6:]))
+                events.append((block[6:], None))
             elif (event := interpret(block)) is not None:
                 events.append(event)
         return events
@@ -77,6 +76,12 @@ class EventParser:
         return data.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
 
 
+def is_one_simple(data: bytes) -> bool:
+    """Whether it is one event in the simplest form, as most parts are."""
+    end = len(data) - 2
+    return data.startswith(b"data: ") and data.find(b"\n") == end and data.endswith(b"\n") and b"\r" not in data
+
+
 def interpret(block: bytes) -> ParsedEvent | None:
     """The lines between two blank ones; None: comments and fields that carry nothing."""
     lines: list[bytes] = []
@@ -88,4 +93,4 @@ def interpret(block: bytes) -> ParsedEvent | None:
             lines.append(value)
         elif field == b"event":
             name = value.decode("utf-8", "replace") or None
-    return ParsedEvent(b"\n".join(lines), name) if lines else None
+    return (b"\n".join(lines), name) if lines else None

@@ -79,9 +79,9 @@ class Response:
         """Tell the reader what has come."""
         if self._read is None:
             self.wake()
-        elif not self._is_enough and (data := self.take()):
+        elif self._parts and not self._is_enough:
             try:
-                self._is_enough = not self._read(data)
+                self._is_enough = not self._read(self.take())
             except Exception as exc:  # which is for the one who waits
                 self._failure = exc
                 self._is_enough = True
