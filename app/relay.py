@@ -1,6 +1,5 @@
 """How what a flight came to travels between replicas."""
 
-from dataclasses import asdict
 from typing import Any
 
 import orjson
@@ -14,7 +13,7 @@ from .errors import Failure, Relayed, describe
 
 
 def pack(landed: Landed) -> bytes:
-    usage = None if landed.usage is None else asdict(landed.usage)
+    usage = None if landed.usage is None else landed.usage._asdict()
     entry = b"" if landed.entry is None else landed.entry.encode()
     return orjson.dumps({"usage": usage, "is_stored": landed.is_stored}) + b"\n" + entry
 

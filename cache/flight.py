@@ -12,6 +12,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from .errors import FlightAborted, StreamGone
@@ -35,6 +36,28 @@ class LogEvent(NamedTuple):
 
 class Flight(Generic[R]):
     """One engine call. It is over when `result` or `error` is there."""
+
+    __slots__ = (
+        "_paid",
+        "_readers",
+        "_waiting",
+        "_when_over",
+        "began_at",
+        "cost",
+        "ended_at",
+        "error",
+        "is_over",
+        "is_shared",
+        "key",
+        "log",
+        "owners",
+        "ref",
+        "result",
+        "seats",
+        "size_bytes",
+        "source",
+        "task",
+    )
 
     def __init__(self, key: bytes, ref: bytes | None = None, is_shared: bool = False) -> None:
         self.key = key
@@ -120,6 +143,8 @@ class Flight(Generic[R]):
 
 class Seat(Generic[R]):
     """One request's place in a flight; to be left with `leave`, once."""
+
+    __slots__ = ("_end", "_left", "flight", "leads", "position")
 
     def __init__(self, flight: Flight[R], leads: bool, position: int, left: "Callable[[Flight[R]], None]") -> None:
         self.flight = flight
@@ -224,8 +249,10 @@ class Flights(Generic[R]):
         self._resume_s = resume_s
         self._linger_s = linger_s
         self._commons = commons
-        self._group: asyncio.TaskGroup | None = None
-        # Mutable state: flights that can be joined, all that are not over, those that are, and their size.
+        self._is_running = False
+        # Mutable state: the tasks of flights, and of those that are left (a TaskGroup takes longer to begin one);
+        # flights that can be joined, all that are not over, those that are, and their size.
+        self._tasks: set[asyncio.Task[None]] = set()
         self._open: dict[bytes, Flight[R]] = {}
         self._flying: dict[bytes, Flight[R]] = {}
         self._kept: OrderedDict[bytes, Flight[R]] = OrderedDict()
@@ -241,11 +268,17 @@ class Flights(Generic[R]):
 
     async def run(self) -> None:
         """Let producers run, and forget old flights, until cancelled."""
-        async with asyncio.TaskGroup() as group:
-            self._group = group
+        self._is_running = True
+        try:
             while True:
                 await asyncio.sleep(SWEEP_S)
                 self._forget_old()
+        finally:
+            self._is_running = False
+            for task in self._tasks:
+                task.cancel()
+            if self._tasks:
+                await asyncio.wait(self._tasks)
 
     def join(self, key: bytes, work: Work[R], is_shared: bool, anew: bool = False) -> Seat[R]:
         """Follow the flight of this key, or lead one. One that is not shared, or begun `anew` beside another, is
@@ -308,20 +341,26 @@ class Flights(Generic[R]):
         return Seat(flight, leads, 0, self._left)
 
     def _start(self, flight: Flight[R], work: Work[R], is_alone: bool = False) -> Flight[R]:
-        if self._group is None:
-            raise RuntimeError("flights do not run yet")
+        if not self._is_running:
+            raise RuntimeError("flights do not run")
         self._stats.flights += 1
         self._flying[flight.ref] = flight
         if flight.is_shared:
             self._open.setdefault(flight.key, flight)
         commons = None if is_alone or not flight.key else self._commons
-        flight.task = self._group.create_task(self._produce(flight, work, commons))
-        flight.task.add_done_callback(lambda task: self._aborted(flight) if task.cancelled() else None)
+        flight.task = self._begin(self._produce(flight, work, commons), partial(self._done, flight))
         return flight
 
-    def _aborted(self, flight: Flight[R]) -> None:
-        """Perhaps before the task ran at all."""
-        self._land(flight, None, FlightAborted())
+    def _begin(self, work: Coroutine[Any, Any, None], done: Callable[[asyncio.Task[None]], None]) -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(done)
+        return task
+
+    def _done(self, flight: Flight[R], task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if task.cancelled():  # perhaps before it ran at all
+            self._land(flight, None, FlightAborted())
 
     async def _produce(self, flight: Flight[R], work: Work[R], commons: Commons[R] | None) -> None:
         try:
@@ -348,10 +387,10 @@ class Flights(Generic[R]):
 
     def _left(self, flight: Flight[R]) -> None:
         """Somebody has; the last one takes the flight along."""
-        if flight.seats or flight.is_over or self._group is None:
+        if flight.seats or flight.is_over or not self._is_running:
             return
         if self._linger_s > 0 or self._commons is not None:
-            self._group.create_task(self._abort_unless_wanted(flight))
+            self._begin(self._abort_unless_wanted(flight), self._tasks.discard)
         else:
             self._abort(flight)
 
