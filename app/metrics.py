@@ -57,10 +57,11 @@ class Seconds:
 class Requests:
     """What is counted of one operation's requests for one variant of a model."""
 
-    __slots__ = ("duration", "outcomes", "tokens", "ttft")
+    __slots__ = ("duration", "fallbacks", "outcomes", "tokens", "ttft")
 
     def __init__(self) -> None:
         self.outcomes: Counter[str] = Counter()
+        self.fallbacks: Counter[str] = Counter()
         self.tokens: Counter[str] = Counter()
         self.duration = Seconds()
         self.ttft = Seconds()
@@ -82,6 +83,8 @@ class Metrics:
         self.failed += access.outcome == "error"
         counts.outcomes[access.outcome] += 1
         counts.duration.observe(duration_s)
+        if access.fallback is not None:
+            counts.fallbacks[access.fallback] += 1
         if access.first_token is not None:
             counts.ttft.observe(access.first_token - access.started)
         if access.cache == "hit":
@@ -201,6 +204,9 @@ class _Snapshot(Collector):
             "their KV caches, and those that no engine worked on, thanks to the cache or to singleflight.",
             labels=[*labels, "kind"],
         )
+        fallbacks = CounterMetricFamily(
+            "headrace_fallbacks", "Requests that another pool was asked for in the end.", labels=[*labels, "fallback"]
+        )
         duration = HistogramMetricFamily(
             "headrace_request_duration_seconds", "From the request's headers to the end of its answer.", labels=labels
         )
@@ -212,11 +218,13 @@ class _Snapshot(Collector):
         for label, counts in self._requests.items():
             for outcome, count in counts.outcomes.items():
                 requests.add_metric([*label, outcome], count)
+            for name, count in counts.fallbacks.items():
+                fallbacks.add_metric([*label, name], count)
             for kind, count in counts.tokens.items():
                 tokens.add_metric([*label, kind], count)
             counts.duration.add_to(duration, label)
             counts.ttft.add_to(ttft, label)
-        yield from (requests, tokens, duration, ttft)
+        yield from (requests, fallbacks, tokens, duration, ttft)
 
     def _of_cache(self) -> Iterable[Metric]:
         answers = CounterMetricFamily(
@@ -364,6 +372,9 @@ def of_pools(pools: Iterable[Pool]) -> Iterable[Metric]:
     waited = CounterMetricFamily(
         "headrace_pool_waits_for_replica", "Requests that found no replica at first.", labels=["pool"]
     )
+    spilled = CounterMetricFamily(
+        "headrace_pool_spilled_over", "Requests handed over to another pool: its own queue was long.", labels=["pool"]
+    )
     admitted = CounterMetricFamily("headrace_admission_admitted", "Requests let through.", labels=["pool"])
     refused = CounterMetricFamily(
         "headrace_admission_refused",
@@ -392,6 +403,7 @@ def of_pools(pools: Iterable[Pool]) -> Iterable[Metric]:
         retries.add_metric([pool.name, "made"], stats.retries)
         retries.add_metric([pool.name, "refused"], stats.retries_refused)
         waited.add_metric([pool.name], stats.waited)
+        spilled.add_metric([pool.name], stats.spilled)
         admission = stats.admission
         admitted.add_metric([pool.name], admission.admitted)
         for cause, count in admission.refused.items():
@@ -401,7 +413,7 @@ def of_pools(pools: Iterable[Pool]) -> Iterable[Metric]:
         waiting_bytes.add_metric([pool.name], admission.waiting_bytes)
         wait.add_metric([pool.name], admission.waited_s)
         waits.add_metric([pool.name], admission.waited)
-    yield from (ready, in_flight, latency, breaker, requests, failures, retries, waited)
+    yield from (ready, in_flight, latency, breaker, requests, failures, retries, waited, spilled)
     yield from (admitted, refused, running, waiting, waiting_bytes, wait, waits)
 
 

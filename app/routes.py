@@ -344,7 +344,7 @@ def make_front(unit: PoolUnit, settings: Settings, units: Mapping[str, PoolUnit]
     options = next(pool.spill_over for pool in settings.pools if pool.name == unit.name)
     if options is None:
         return unit.pool
-    return SpillOver(unit.name, unit.pool, units[options.pool].pool, unit.waiting, options.above, options.until)
+    return SpillOver(unit.pool, units[options.pool].pool, unit.waiting, options.above, options.until)
 
 
 def make_engine(pool: PoolSettings, settings: Settings) -> Engine:

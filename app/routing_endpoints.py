@@ -63,4 +63,5 @@ def of_pool(unit: PoolUnit) -> dict[str, Any]:
         "retries": stats.retries,
         "retries_refused": stats.retries_refused,
         "waited_for_replica": stats.waited,
+        "spilled_over": stats.spilled,
     }

@@ -2,7 +2,6 @@
 
 import logging
 import time
-from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol, TypeVar
@@ -19,6 +18,7 @@ from .errors import (
     EngineUnreachable,
     RoutingError,
 )
+from .pool import Pool
 
 logger = logging.getLogger("headrace")
 
@@ -64,7 +64,6 @@ class WithFallbacks:
     def __init__(self, first: Answerer, fallbacks: Sequence[Fallback]) -> None:
         self._first = first
         self._fallbacks = tuple(fallbacks)
-        self.taken: Counter[tuple[str, str]] = Counter()  # by fallback, and cause
 
     async def answer(self, call: Call) -> Answer:
         """Raises: what the last one asked does."""
@@ -91,7 +90,6 @@ class WithFallbacks:
         cause = cause_of(error)
         if cause is None or cause not in fallback.causes:
             return False
-        self.taken[fallback.name, cause] += 1
         call.tally.fallback = fallback.name
         return True
 
@@ -107,16 +105,12 @@ class SpillOver:
     """Sends requests to `other` while the engine's own queue is long: from `above` requests in it on, until there are
     as few as `until`. `waiting` tells how long it is. Where `other` cannot answer, a long queue is better."""
 
-    def __init__(
-        self, name: str, first: Answerer, other: Spillway, waiting: Callable[[], int], above: int, until: int
-    ) -> None:
-        self._name = name
+    def __init__(self, first: Pool, other: Spillway, waiting: Callable[[], int], above: int, until: int) -> None:
         self._first = first
         self._other = other
         self._waiting = waiting
         self._above, self._until = above, until
-        self.is_spilling = False
-        self.spilled = 0
+        self._is_spilling = False
 
     async def answer(self, call: Call) -> Answer:
         return await self._choose().answer(call)
@@ -126,12 +120,13 @@ class SpillOver:
 
     def _choose(self) -> Answerer:
         waiting = self._waiting()
-        if self.is_spilling != (waiting > (self._until if self.is_spilling else self._above)):
-            self.is_spilling = not self.is_spilling
-            logger.info("pool %s: %s", self._name, "spills over" if self.is_spilling else "takes all requests again")
-        if not (self.is_spilling and self._other.is_ready):
+        if self._is_spilling != (waiting > (self._until if self._is_spilling else self._above)):
+            self._is_spilling = not self._is_spilling
+            what = "spills over" if self._is_spilling else "takes all requests again"
+            logger.info("pool %s: %s", self._first.name, what)
+        if not (self._is_spilling and self._other.is_ready):
             return self._first
-        self.spilled += 1
+        self._first.spilled += 1
         return self._other
 
 

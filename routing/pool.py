@@ -57,13 +57,15 @@ class RetryBudget:
 
 @dataclass(frozen=True, slots=True)
 class PoolStats:
-    """Counts since the start. `waited` are requests that found no replica at first."""
+    """Counts since the start. `waited` are requests that found no replica at first, `spilled` those that another pool
+    was given when there were too many."""
 
     replicas: tuple[ReplicaStats, ...]
     admission: AdmissionStats
     retries: int
     retries_refused: int
     waited: int
+    spilled: int
 
 
 class Pool:
@@ -87,6 +89,7 @@ class Pool:
         self._max_retries = max_retries
         # Mutable state; `use` changes the replicas.
         self.replicas: tuple[Replica, ...] = ()
+        self.spilled = 0  # counted by whoever hands requests over to another pool
         self._retries = self._retries_refused = self._waited = 0
 
     @property
@@ -111,6 +114,7 @@ class Pool:
             self._retries,
             self._retries_refused,
             self._waited,
+            self.spilled,
         )
 
     async def answer(self, call: Call) -> Answer:

@@ -64,7 +64,7 @@ async def open_redis(url: str, clock: Callable[[], float] = time.time) -> AsyncI
         await asyncio.wait([task])
 
 
-MEDIA = ["lru", "lfu", "adaptive", "zstd", "none", "redis", "cluster"]
+MEDIA = ["lru", "lfu", "adaptive", "zstd", "none", "redis", pytest.param("cluster", marks=pytest.mark.slow)]
 Opened = tuple[Tier, Clock, Callable[[], Awaitable[None]]]
 
 

@@ -134,6 +134,7 @@ async def test_redis_that_restarts_empty() -> None:
             assert not await is_cached(client, 1)
 
 
+@pytest.mark.slow
 async def test_redis_that_is_out_of_memory() -> None:
     with redis_server() as server:
         async with cached(server.url) as client:

@@ -63,6 +63,7 @@ async def test_caller_who_leaves_while_the_body_is_sent_is_not_an_error() -> Non
         assert client.gateway.metrics.failed == 0
 
 
+@pytest.mark.slow
 async def test_1000_aborted_requests_leave_nothing() -> None:
     gate = Gate()
     async with serving(Script("One two three.", gate=gate)) as client:

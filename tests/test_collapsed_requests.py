@@ -439,6 +439,7 @@ scripted = {{ text = "{text}", token_s = 0.1 }}
 """
 
 
+@pytest.mark.slow
 async def test_follower_takes_over_when_the_leaders_process_is_killed(redis: RedisServer, tmp_path: Path) -> None:
     text = " ".join(f"word{number}" for number in range(40))
     port = free_port()

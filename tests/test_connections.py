@@ -129,6 +129,7 @@ async def test_two_requests_at_once_on_one_connection_are_answered_in_turn(clien
     writer.close()
 
 
+@pytest.mark.slow
 async def test_caller_who_does_not_read_loses_the_connection_and_the_engine_is_freed() -> None:
     async with serving(Script("word " * 200_000), {"send_timeout_s": 0.3}) as client:
         connection = await client.open({**CHAT, "stream": True})

@@ -80,6 +80,7 @@ async def test_process_killed_while_writing_loses_at_most_the_entry_being_writte
 
 
 @pytest.mark.parametrize("size", [500, 20_000])
+@pytest.mark.slow
 async def test_disk_is_bounded_and_the_oldest_make_room(tmp_path: Path, size: int) -> None:
     async with open_disk(tmp_path, max_bytes=4 * MB, compression="none") as tier:
         count = 16 * MB // size

@@ -122,6 +122,7 @@ async def until_up(url: str) -> None:
 
 
 @pytest.mark.parametrize("sig", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.slow
 async def test_signal_drains_and_the_exit_code_is_0(tmp_path: Path, sig: signal.Signals) -> None:
     with process(tmp_path, settle_s=0.5) as (gateway, url):
         await until_up(url)
@@ -142,6 +143,7 @@ async def test_signal_drains_and_the_exit_code_is_0(tmp_path: Path, sig: signal.
         assert await asyncio.to_thread(gateway.wait, 5) == 0
 
 
+@pytest.mark.slow
 async def test_second_signal_ends_the_wait(tmp_path: Path) -> None:
     with process(tmp_path, settle_s=60) as (gateway, url):
         await until_up(url)
@@ -152,6 +154,7 @@ async def test_second_signal_ends_the_wait(tmp_path: Path) -> None:
         assert await asyncio.to_thread(gateway.wait, 5) == 0
 
 
+@pytest.mark.slow
 async def test_port_in_use_is_one_clear_line_and_exit_code_1(tmp_path: Path) -> None:
     with process(tmp_path, settle_s=0) as (_, url):
         await until_up(url)
@@ -162,6 +165,7 @@ async def test_port_in_use_is_one_clear_line_and_exit_code_1(tmp_path: Path) -> 
         assert "Traceback" not in second.stderr
 
 
+@pytest.mark.slow
 async def test_production_logs_are_json_and_never_hold_prompts_answers_or_credentials(tmp_path: Path) -> None:
     secrets = {"prompt": "canary-prompt", "answer": "canary-answer", "key": "canary-key"}
     config = tmp_path / "headrace.toml"

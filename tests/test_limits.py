@@ -66,6 +66,7 @@ async def refusal(attempt: Awaitable[Any]) -> LimitExceeded:
     return caught.value
 
 
+@pytest.mark.slow
 async def test_requests_of_a_window_are_limited_and_the_next_begins_when_told(limiter: Make) -> None:
     limits = limiter(Policy(tenant=Quota(requests_per_minute=3)))
     for left in (2, 1, 0):
@@ -88,6 +89,7 @@ async def test_requests_of_a_window_are_limited_and_the_next_begins_when_told(li
     await limits.admit(ANN)
 
 
+@pytest.mark.slow
 async def test_tokens_are_charged_when_known_and_count_until_the_window_ends(limiter: Make) -> None:
     limits = limiter(Policy(subject=Quota(tokens_per_minute=100)))
     first, second = await limits.admit(ANN), await limits.admit(ANN)
@@ -281,6 +283,7 @@ async def test_caller_who_leaves_while_redis_is_asked_keeps_no_slot(redis: Redis
         assert limits.running == 1
 
 
+@pytest.mark.slow
 async def test_without_redis_each_replica_enforces_its_own_limit_with_what_it_knows(redis: RedisServer) -> None:
     async with counting(redis) as counts:
         link = counts._redis

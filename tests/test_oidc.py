@@ -96,6 +96,7 @@ async def test_keys_are_discovered_and_rotated_ones_accepted_at_once() -> None:
             assert await status(client, oidc.token(iss="http://other")) == 401
 
 
+@pytest.mark.slow
 async def test_random_key_ids_cause_no_storm() -> None:
     with provider() as oidc:
         async with serving(auth=auth(oidc.issuer)) as client:

@@ -453,6 +453,9 @@ async def test_fallback_is_not_asked_while_the_first_pool_answers_again() -> Non
         ships.servers[0].behave(GOOD)
         await ships.ask()
         assert (ships.client.engine.calls, ships.counts) == (1, [2])
+        metrics = (await ships.client.http.get("/metrics")).text
+        labels = 'fallback="demo",model="far",operation="chat.completions",variant=""'
+        assert f"headrace_fallbacks_total{{{labels}}} 1.0" in metrics
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -597,6 +600,8 @@ async def test_long_queue_spills_over_until_it_is_drained() -> None:
             assert text_in(response) == TEXT
             assert '"model":"demo"' in response.text
             assert (engine.calls, ships.counts) == (calls, [count])
+        metrics = (await ships.client.http.get("/metrics")).text
+        assert 'headrace_pool_spilled_over_total{pool="demo"} 3.0' in metrics
 
 
 async def test_long_queue_is_better_than_a_pool_that_cannot_answer() -> None:

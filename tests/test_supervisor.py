@@ -43,6 +43,7 @@ async def test_engine_that_dies_while_idle_is_noticed_and_started_again() -> Non
         assert (await watched.answer(CALL)).usage is not None
 
 
+@pytest.mark.slow
 async def test_death_during_a_request_is_answered_with_engine_unavailable_and_retry_after() -> None:
     scripts = iter([Script("One two.", die_after=1), Script("One two.", die_after=1), Script("One.")])
     async with serving(engine=ScriptedEngine(lambda call: next(scripts))) as client:

@@ -122,6 +122,7 @@ def workers_up(metrics: str) -> float:
     return float(re.findall(r'^headrace_workers\{state="up"\} (\S+)$', metrics, re.M)[0])
 
 
+@pytest.mark.slow
 async def test_connections_reach_every_worker_which_says_who_it_is(gateway: Process) -> None:
     async with connections_of_their_own(gateway) as client:
         bodies = [(await client.get("/health/ready")).json() for _ in range(50)]
@@ -132,6 +133,7 @@ async def test_connections_reach_every_worker_which_says_who_it_is(gateway: Proc
         assert set(routing) == {0, 1}
 
 
+@pytest.mark.slow
 async def test_any_worker_tells_what_all_have_counted(gateway: Process) -> None:
     async with connections_of_their_own(gateway) as client:
         before = answered((await client.get("/metrics")).text)
@@ -144,6 +146,7 @@ async def test_any_worker_tells_what_all_have_counted(gateway: Process) -> None:
         assert all("headrace_redis_up 1.0" in text for text in texts)
 
 
+@pytest.mark.slow
 async def test_answer_of_one_worker_is_a_hit_for_the_other(gateway: Process) -> None:
     async with connections_of_their_own(gateway) as client:
         body = {**CHAT, "temperature": 0}
@@ -153,6 +156,7 @@ async def test_answer_of_one_worker_is_a_hit_for_the_other(gateway: Process) -> 
         assert sum("detail=memory" in status for status in statuses) == 28
 
 
+@pytest.mark.slow
 async def test_limit_holds_for_all_workers_together(gateway: Process) -> None:
     async with connections_of_their_own(gateway) as client:
         bodies = [{**CHAT, "seed": number} for number in range(20)]
@@ -160,11 +164,13 @@ async def test_limit_holds_for_all_workers_together(gateway: Process) -> None:
         assert Counter(answer.status_code for answer in answers) == {200: 10, 429: 10}
 
 
+@pytest.mark.slow
 async def test_sighup_reaches_all_workers(gateway: Process) -> None:
     gateway.process.send_signal(signal.SIGHUP)
     await until(lambda: gateway.log.count("settings reloaded") == 2)
 
 
+@pytest.mark.slow
 async def test_killed_worker_comes_back_and_neither_connections_nor_counts_are_lost(gateway: Process) -> None:
     async with connections_of_their_own(gateway) as client:
         for number in range(10):
@@ -186,6 +192,7 @@ async def test_killed_worker_comes_back_and_neither_connections_nor_counts_are_l
 
 
 @pytest.mark.slow
+@pytest.mark.slow
 async def test_sigterm_drains_all_workers_and_the_exit_code_is_0(tmp_path: Path, redis: RedisServer) -> None:
     with two_workers(tmp_path, redis, token_s=0.2) as gateway:
         async with contextlib.AsyncExitStack() as stack:
@@ -203,6 +210,7 @@ async def test_sigterm_drains_all_workers_and_the_exit_code_is_0(tmp_path: Path,
         assert await asyncio.to_thread(gateway.process.wait, 10) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.slow
 def test_workers_end_when_their_parent_is_killed(tmp_path: Path, redis: RedisServer) -> None:
     with two_workers(tmp_path, redis) as gateway:
@@ -227,6 +235,7 @@ def test_workers_end_when_their_parent_is_killed(tmp_path: Path, redis: RedisSer
         ),
     ],
 )
+@pytest.mark.slow
 def test_what_workers_cannot_share_is_refused(tmp_path: Path, text: str, message: str) -> None:
     file = tmp_path / "headrace.toml"
     file.write_text(text)
@@ -345,6 +354,7 @@ class Fakes:
         os.kill(int(self.log(number)[-1].removeprefix("up ")), signal.SIGKILL)
 
 
+@pytest.mark.slow
 async def test_another_worker_accepts_for_one_that_is_down(tmp_path: Path) -> None:
     fakes = Fakes("quick", tmp_path)
     await until(lambda: fakes.urls)
@@ -357,6 +367,7 @@ async def test_another_worker_accepts_for_one_that_is_down(tmp_path: Path) -> No
     assert len(fakes.urls) == 1
 
 
+@pytest.mark.slow
 async def test_told_twice_to_stop_workers_hurry(tmp_path: Path) -> None:
     fakes = Fakes("slow", tmp_path)
     await until(lambda: fakes.urls)
@@ -368,5 +379,6 @@ async def test_told_twice_to_stop_workers_hurry(tmp_path: Path) -> None:
     assert fakes.log(0)[1:] == fakes.log(1)[1:] == ["stop", "stop", "hurry"]
 
 
+@pytest.mark.slow
 async def test_worker_that_cannot_start_ends_all_with_its_code(tmp_path: Path) -> None:
     assert await Fakes("broken", tmp_path).running == 3

@@ -24,8 +24,10 @@ class EventParser:
 
     def feed(self, data: bytes) -> list[ParsedEvent]:
         """The events that are whole now. Raises: EngineError, for one that never ends."""
-        if self._is_begun and not (self._rest or self._ends_with_cr) and is_one_simple(data):
-            return [(data[6:-2], None)]
+        if data.startswith(b"data: ") and self._is_begun and not (self._rest or self._ends_with_cr):
+            end = len(data) - 2
+            if data.find(b"\n") == end and data.endswith(b"\n") and b"\r" not in data:
+                return [(data[6:end], None)]  # as most parts are
         if not self._is_begun:
             data = self._without_bom(data)
         if b"\r" in data or self._ends_with_cr:
@@ -74,12 +76,6 @@ class EventParser:
             self._ends_with_cr = False
         self._ends_with_cr = data.endswith(b"\r") or (self._ends_with_cr and not data)
         return data.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
-
-
-def is_one_simple(data: bytes) -> bool:
-    """Whether it is one event in the simplest form, as most parts are."""
-    end = len(data) - 2
-    return data.startswith(b"data: ") and data.find(b"\n") == end and data.endswith(b"\n") and b"\r" not in data
 
 
 def interpret(block: bytes) -> ParsedEvent | None:

@@ -72,7 +72,7 @@ class Bench:
         self.upstream = upstream
         self.token = token(exp=4_000_000_000)
         self._seconds = seconds
-        self._whole = bodies(1, unique=True)
+        self.whole = bodies(1, unique=True)
 
     def measure(self, server: Server) -> Figures:
         self._wait_until_ready(server)
@@ -89,7 +89,7 @@ class Bench:
         return self._load(self.upstream, 1, self._seconds).p50_us / 1000
 
     def _load(self, server: Server, connections: int, seconds: int) -> Any:
-        return server.load(self.folder, self._whole, self.token, connections, seconds, unique=True)
+        return server.load(self.folder, self.whole, self.token, connections, seconds, unique=True)
 
     def _stream(self, server: Server) -> tuple[float, float]:
         """Events per second of CPU, and milliseconds to the first of a stream."""
@@ -117,7 +117,7 @@ class Bench:
     def _wait_until_ready(self, server: Server) -> None:
         """A server answers before it has found its upstream healthy."""
         deadline = time.monotonic() + READY_TIMEOUT_S
-        body = self._whole[0].replace("NUMBER", f"of {time.time_ns()}")
+        body = self.whole[0].replace("NUMBER", f"of {time.time_ns()}")
         headers = {"authorization": f"Bearer {self.token}", "content-type": "application/json"}
         while (answer := httpx.post(server.url + PATH, content=body, headers=headers)).status_code != 200:
             if time.monotonic() > deadline:
