@@ -1,7 +1,6 @@
 """What this process has let through, in fixed windows, each begun by the first that is counted in it."""
 
 import time
-from collections import Counter
 
 from .plan import Plan, Standing, Verdict
 
@@ -14,7 +13,7 @@ class LocalCounts:
         # Mutable state, changed by `take`, `count`, and `settle`: what was counted, a window's end, slots in use.
         self._used: dict[str, int] = {}
         self._ends: dict[str, float] = {}
-        self._running: Counter[str] = Counter()
+        self._running: dict[str, int] = {}
         self._next_sweep = 0.0
 
     def take(self, plan: Plan, is_over: bool = False) -> Verdict:
@@ -30,12 +29,13 @@ class LocalCounts:
                 has_room = False
             standings.append(Standing(window, used, end))
         for slots in plan.slots:
-            if self._running[slots.key] >= slots.limit:
+            if self._running.get(slots.key, 0) >= slots.limit:
                 full = slots
                 break
         if full is not None or not has_room:
             return Verdict(False, standings, full)
-        self._sweep(now)
+        if now >= self._next_sweep:
+            self._sweep(now)
         for standing in standings:
             if standing.window.kind == "requests":
                 standing.used += 1
@@ -52,15 +52,15 @@ class LocalCounts:
 
     def settle(self, plan: Plan, tokens: int) -> None:
         for slots in plan.slots:
-            self._running[slots.key] -= 1
-            if self._running[slots.key] == 0:
-                del self._running[slots.key]
+            running = self._running.pop(slots.key) - 1
+            if running:
+                self._running[slots.key] = running
         if tokens:
             self._charge(plan, "tokens", tokens)
 
     @property
     def running(self) -> int:
-        return self._running.total()
+        return sum(self._running.values())
 
     @property
     def windows(self) -> int:
@@ -69,11 +69,12 @@ class LocalCounts:
 
     def _take_slots(self, plan: Plan) -> None:
         for slots in plan.slots:
-            self._running[slots.key] += 1
+            self._running[slots.key] = self._running.get(slots.key, 0) + 1
 
     def _charge(self, plan: Plan, kind: str, amount: int) -> None:
         now = time.monotonic()
-        self._sweep(now)
+        if now >= self._next_sweep:
+            self._sweep(now)
         for key, window_kind, _, _ in plan.windows:
             if window_kind != kind:
                 continue
@@ -85,8 +86,6 @@ class LocalCounts:
 
     def _sweep(self, now: float) -> None:
         """Forget what is over, once a window's length."""
-        if now < self._next_sweep:
-            return
         for key in [key for key, end in self._ends.items() if end <= now]:
             del self._ends[key], self._used[key]
         self._next_sweep = now + self._window_s

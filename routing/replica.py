@@ -174,7 +174,7 @@ class Replica:
         if lease.outcome == "failed":
             self._failures += 1
         # The breaker has opened since, on what went wrong then: the late rest of it must not open it once more.
-        is_late = not lease.is_probe and lease.openings != self.breaker.changes["open"]
+        is_late = not lease.is_probe and lease.openings != self.breaker.changes.get("open", 0)
         if is_late or lease.outcome == "ignored":
             self.breaker.ignore(lease.is_probe)
         elif lease.outcome == "failed":
@@ -194,7 +194,7 @@ class Lease:
         self.streams = streams
         self.is_probe = is_probe
         self.began_at = began_at
-        self.openings = replica.breaker.changes["open"]
+        self.openings = replica.breaker.changes.get("open", 0)
         self.outcome: Outcome = "ignored"
         self.has_latency = False
         self._is_out = True

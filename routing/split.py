@@ -125,14 +125,16 @@ def sticky_key(
     Two models' keys differ, so that who gets one's canary is not who gets the other's. The parts are netstrings (D. J.
     Bernstein, 1997), so that no two lists of parts make the same key.
     """
-    parts: tuple[str, ...]
     if sticky_by == "request":
-        parts = (model, "request", request_id)
+        key = f"{netstring(model)}7:request,{netstring(request_id)}"
     elif sticky_by == "tenant":
-        parts = (model, "tenant", tenant)
+        key = f"{netstring(model)}6:tenant,{netstring(tenant)}"
     elif sticky_by == "session" and session is not None:
-        parts = (model, "session", tenant, session)
+        key = f"{netstring(model)}7:session,{netstring(tenant)}{netstring(session)}"
     else:
-        parts = (model, "subject", tenant, subject)
-    # A token's JSON can hold half of a surrogate pair.
-    return "".join([f"{len(part)}:{part}," for part in parts]).encode(errors="surrogatepass")
+        key = f"{netstring(model)}7:subject,{netstring(tenant)}{netstring(subject)}"
+    return key.encode(errors="surrogatepass")  # a token's JSON can hold half of a surrogate pair
+
+
+def netstring(text: str) -> str:
+    return f"{len(text)}:{text},"

@@ -353,6 +353,7 @@ async def test_memory_of_tokens_is_bounded_and_keeps_those_in_use() -> None:
     assert authenticator.remembered == 10
 
 
+@pytest.mark.slow
 async def test_strangers_cost_no_memory(closed: Client) -> None:
     authenticator = closed.gateway.authenticator
     rss = psutil.Process()

@@ -357,6 +357,7 @@ async def test_error_at_one_replica_is_everybodys(redis: RedisServer) -> None:
         assert calls_of(clients) == 1
 
 
+@pytest.mark.slow
 async def test_work_at_one_replica_ends_when_nobody_reads_at_any(redis: RedisServer) -> None:
     gate = Gate()
     async with replicas(2, redis.url, Script(TEXT, gate=gate)) as clients:

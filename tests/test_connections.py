@@ -19,6 +19,7 @@ from .conftest import CHAT, Client, serving
 GET = b"GET /health/live HTTP/1.1\r\nhost: x\r\n\r\n"
 
 
+@pytest.mark.slow
 async def test_headers_that_trickle_in_get_408_and_silence_is_closed() -> None:
     async with serving(server={"header_timeout_s": 0.3}) as client:
         reader, writer = await client.connect()

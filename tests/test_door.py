@@ -134,6 +134,7 @@ async def test_prompt_beyond_the_context_gets_context_length_exceeded(client: Cl
 READERS = ["/v1/chat/completions", "/v1/cache/explain"]
 
 
+@pytest.mark.slow
 async def test_announced_large_body_gets_413_before_it_is_sent(client: Client) -> None:
     head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
     answer = await client.raw(head + b"content-length: 50000000\r\n\r\n")

@@ -1,5 +1,7 @@
 """What probes and scrapers are told."""
 
+import pytest
+
 from app import __version__
 from app.engines.scripted import Script, ScriptedEngine
 
@@ -76,6 +78,7 @@ async def test_metrics_count_requests_tokens_and_outcomes(client: Client) -> Non
     assert 'headrace_engine_up{pool="demo"} 1.0' in text
 
 
+@pytest.mark.slow
 async def test_junk_names_and_paths_add_no_series(client: Client) -> None:
     async def series() -> set[str]:
         lines = (await client.http.get("/metrics")).text.splitlines()

@@ -77,6 +77,7 @@ async def until(condition: Any, timeout_s: float = 15) -> None:
             await asyncio.sleep(0.05)
 
 
+@pytest.mark.slow
 async def test_keys_are_discovered_and_rotated_ones_accepted_at_once() -> None:
     with provider() as oidc:
         async with serving(auth=auth(oidc.issuer)) as client:

@@ -91,6 +91,7 @@ def caller(kind: str, number: int, other: int) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("sticky_by", ["subject", "tenant", "session", "request"])
+@pytest.mark.slow
 async def test_callers_are_shared_as_the_weights_say_and_stay_with_their_variant(sticky_by: str) -> None:
     count = 300
     async with two_variants(sticky_by=sticky_by) as client:

@@ -235,7 +235,6 @@ def test_workers_end_when_their_parent_is_killed(tmp_path: Path, redis: RedisSer
         ),
     ],
 )
-@pytest.mark.slow
 def test_what_workers_cannot_share_is_refused(tmp_path: Path, text: str, message: str) -> None:
     file = tmp_path / "headrace.toml"
     file.write_text(text)

@@ -55,11 +55,12 @@ class Response:
         """Raises: EngineError."""
         if self._decoder is not None:
             data = self._decoder.decode(data, MAX_ANSWER_BYTES - self._size_bytes + 1)
+            if not data:
+                return
         self._size_bytes += len(data)
         if self._size_bytes > MAX_ANSWER_BYTES:
             raise EngineError("The engine's answer is too large.")
-        if data:
-            self._parts.append(data)
+        self._parts.append(data)
 
     def end(self, error: Exception | None) -> None:
         if error is None and self._decoder is not None and not self._decoder.is_whole:
@@ -80,8 +81,9 @@ class Response:
         if self._read is None:
             self.wake()
         elif self._parts and not self._is_enough:
+            parts = self._parts
             try:
-                self._is_enough = not self._read(self.take())
+                self._is_enough = not self._read(parts.pop() if len(parts) == 1 else self.take())
             except Exception as exc:  # which is for the one who waits
                 self._failure = exc
                 self._is_enough = True

@@ -1,12 +1,13 @@
 """The gateway beside vllm-router, a router in Rust, both in front of the same upstream.
 
     pip install vllm-router    # best in an environment of its own
-    python -m tests.bench.routers [--seconds 5] [--rounds 3] [--router vllm-router]
+    python -m tests.bench.routers [--seconds 1] [--rounds 15] [--router vllm-router]
 
-The gateway has everything on: tokens are checked, limits counted, two variants share the model, equal requests would be
-answered once, answers are looked up in the cache and kept there (no two requests are equal), and metrics and access log
-are written. The router passes requests on in turn. Each round runs both one after the other, on one core; the upstream
-and the loads (wrk, and one of streams) are in C and on another. `gcc` and Debian's `wrk` are needed.
+The gateway checks tokens, counts limits, has two variants that share the model, would answer equal requests once (no
+two are equal), and keeps metrics; the second one looks up and keeps answers in its memory, too, and writes an access
+log. The router passes requests on in turn. All of them wait on one core, and are loaded there in turn, a window of
+`--seconds` each; the upstream and the loads (wrk, and one of streams) are in C and on another core. A ratio is that of
+two windows in a row. `gcc` and Debian's `wrk` are needed.
 """
 
 import argparse
@@ -17,10 +18,8 @@ import statistics
 import subprocess
 import sys
 import time
-from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -54,14 +53,12 @@ urls = ["{url}"]
 """
 
 
-@dataclass(frozen=True, slots=True)
-class Figures:
-    """`requests` and `events` per second of the server's CPU; `p50_ms` of one connection."""
-
-    requests: float
-    events: float
-    p50_ms: float
-    first_event_ms: float
+LEAN = """
+[monitoring]
+log_level = "warning"
+[cache]
+enabled = false
+"""
 
 
 class Bench:
@@ -74,25 +71,22 @@ class Bench:
         self._seconds = seconds
         self.whole = bodies(1, unique=True)
 
-    def measure(self, server: Server) -> Figures:
-        self._wait_until_ready(server)
-        self._load(server, CONNECTIONS, WARM_UP_S)
+    def requests_per_cpu_s(self, server: Server) -> float:
+        """Whole answers, which the upstream was asked for each."""
         count = self._stats("requests")
         whole = self._load(server, CONNECTIONS, self._seconds)
         if self._stats("requests") - count < whole.per_s * self._seconds:
             raise RuntimeError("the upstream was not asked each time")
-        alone = self._load(server, 1, self._seconds)
-        events, first_event_ms = self._stream(server)
-        return Figures(whole.per_cpu_s, events, alone.p50_us / 1000, first_event_ms)
+        return float(whole.per_cpu_s)
 
-    def p50_ms_without_server(self) -> float:
-        return self._load(self.upstream, 1, self._seconds).p50_us / 1000
+    def p50_ms(self, server: Server) -> float:
+        """Of one connection."""
+        return float(self._load(server, 1, self._seconds).p50_us) / 1000
 
     def _load(self, server: Server, connections: int, seconds: int) -> Any:
         return server.load(self.folder, self.whole, self.token, connections, seconds, unique=True)
 
-    def _stream(self, server: Server) -> tuple[float, float]:
-        """Events per second of CPU, and milliseconds to the first of a stream."""
+    def events_per_cpu_s(self, server: Server) -> float:
         # The time is in it because the load counts from 0 again.
         content = f"NUMBER-{time.time_ns()} [delay={EVENT_PAUSE_MS}]"
         messages = [{"role": "user", "content": content}]
@@ -108,13 +102,13 @@ class Bench:
         result = json.loads(done.stdout)
         if result["errors"] or result["unfinished"] or self._stats("streams") - count < result["streams"]:
             raise RuntimeError(f"streams failed, or were answered by the cache: {done.stdout}{done.stderr}")
-        return result["events"] / cpu_s, result["first_event_p50_ms"]
+        return float(result["events"]) / cpu_s
 
     def _stats(self, name: str) -> int:
         count: int = httpx.get(self.upstream.url + "/stats").json()[name]
         return count
 
-    def _wait_until_ready(self, server: Server) -> None:
+    def wait_until_ready(self, server: Server) -> None:
         """A server answers before it has found its upstream healthy."""
         deadline = time.monotonic() + READY_TIMEOUT_S
         body = self.whole[0].replace("NUMBER", f"of {time.time_ns()}")
@@ -137,9 +131,9 @@ def mock_upstream(folder: Path) -> AbstractContextManager[Server]:
     return running(command, port, "/health", PATH, folder / "upstream.log", core=CLIENT_CORE)
 
 
-def gateway_with_all(folder: Path, upstream_url: str) -> AbstractContextManager[Server]:
+def gateway_with_all(folder: Path, upstream_url: str, more: str = "") -> AbstractContextManager[Server]:
     pools = "".join(POOL.format(name=name, url=upstream_url) for name in ("a", "b"))
-    return gateway(folder, base=LIMITS + AUTH + MODEL + pools)
+    return gateway(folder, base=more + LIMITS + AUTH + MODEL + pools)
 
 
 def vllm_router(folder: Path, program: str, upstream_url: str) -> AbstractContextManager[Server]:
@@ -158,53 +152,48 @@ def bench(seconds: int) -> Iterator[Bench]:
             yield Bench(folder, upstream, seconds)
 
 
-def tell(name: str, figures: Figures, direct_ms: float) -> None:
-    added_ms = figures.p50_ms - direct_ms
-    print(
-        f"{name:24} {figures.requests:14,.0f} {figures.events:14,.0f} {figures.p50_ms:8.3f} {added_ms:9.3f} "
-        f"{figures.first_event_ms:12.2f}",
-        flush=True,
-    )
-
-
-def median_of(rounds: list[Figures]) -> Figures:
-    return Figures(*(statistics.median(values) for values in zip(*map(astuple, rounds), strict=True)))
-
-
-def tell_ratios(gateways: list[Figures], routers: list[Figures]) -> None:
-    pairs = list(zip(gateways, routers, strict=True))
-    for name in ("requests", "events"):
-        ratio = statistics.median(getattr(ours, name) / getattr(theirs, name) for ours, theirs in pairs)
-        print(f"{name} per CPU-second, gateway to vllm-router: {ratio:.2f}")
+def tell(what: str, rounds: list[dict[str, float]]) -> None:
+    """Medians, and the medians of each round's ratios to vllm-router."""
+    for name in rounds[0]:
+        values = [values[name] for values in rounds]
+        ratios = sorted(values[name] / values["vllm-router"] for values in rounds)
+        spread = f"{ratios[len(ratios) // 4]:.2f} to {ratios[-1 - len(ratios) // 4]:.2f}"
+        median, ratio = statistics.median(values), statistics.median(ratios)
+        print(f"{what:24} {name:28} {median:10,.3f} {ratio:8.2f}   half of all {spread}", flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=int, default=5)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--seconds", type=int, default=1)
+    parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--router", default="vllm-router")
     arguments = parser.parse_args()
     program = shutil.which(arguments.router)
     if program is None:
         sys.exit(f"{arguments.router} is not there; `pip install vllm-router`, and name it with --router")
-    figures: defaultdict[str, list[Figures]] = defaultdict(list)
-    direct: list[float] = []
-    print(f"{'':24} {'req/CPU-s':>14} {'events/CPU-s':>14} {'p50 ms':>8} {'added ms':>9} {'1st event ms':>12}")
-    with bench(arguments.seconds) as tools:
+    print(f"{'':24} {'':28} {'median':>10} {'ratio':>8}")
+    with bench(arguments.seconds) as tools, contextlib.ExitStack() as stack:
         folder, url = tools.folder, tools.upstream.url
-        for number in range(1, arguments.rounds + 1):
-            direct.append(tools.p50_ms_without_server())
-            for name, server in (
-                ("gateway", gateway_with_all(folder, url)),
-                ("vllm-router", vllm_router(folder, program, url)),
-            ):
-                with server as running_server:
-                    figures[name].append(tools.measure(running_server))
-                tell(f"round {number}, {name}", figures[name][-1], direct[-1])
-    for name, rounds in figures.items():
-        tell(f"median, {name}", median_of(rounds), statistics.median(direct))
-    print(f"p50 of the upstream alone: {statistics.median(direct):.3f} ms")
-    tell_ratios(figures["gateway"], figures["vllm-router"])
+        lean, full = folder / "lean", folder / "full"
+        lean.mkdir()
+        full.mkdir()
+        servers = {
+            "gateway": stack.enter_context(gateway_with_all(lean, url, LEAN)),
+            "gateway, cache and log too": stack.enter_context(gateway_with_all(full, url)),
+            "vllm-router": stack.enter_context(vllm_router(folder, program, url)),
+        }
+        for server in servers.values():
+            tools.wait_until_ready(server)
+        # Streams come last: for a while after them, whole answers are asked for as streams.
+        for what, measure in (
+            ("requests per CPU-second", tools.requests_per_cpu_s),
+            ("p50 of one, ms", tools.p50_ms),
+            ("events per CPU-second", tools.events_per_cpu_s),
+        ):
+            for server in servers.values():
+                measure(server)  # to warm up
+            tell(what, [{name: measure(s) for name, s in servers.items()} for _ in range(arguments.rounds)])
+        print(f"p50 of the upstream alone: {tools.p50_ms(tools.upstream):.3f} ms")
 
 
 if __name__ == "__main__":
