@@ -46,7 +46,8 @@ class Pattern:
             return None
         if type(text) is not str:
             return None
-        return _event((b"%b%b%b" % (self._sent_head, literal, self._tail), None, None, None, text))
+        sent = data if self._sent_head == self._head else self._sent_head + literal + self._tail
+        return _event((sent, None, None, None, text))
 
 
 def pattern_of(data: bytes, document: dict[str, Any], name_there: Any) -> Pattern | None:

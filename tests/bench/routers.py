@@ -37,10 +37,10 @@ EVENT_PAUSE_MS = 10
 WARM_UP_S = 2
 READY_TIMEOUT_S = 60
 PATH = "/v1/chat/completions"
-# The requests are one caller's, whom the variants would have stay with one of them.
+# The model has the name that the upstream gives it. The requests are one caller's, who would stay with one variant.
 MODEL = """
 [[models]]
-name = "demo"
+name = "mock"
 sticky_by = "request"
 variants = [{ name = "stable", pool = "a", weight = 90 }, { name = "canary", pool = "b", weight = 10 }]
 """
@@ -69,7 +69,7 @@ class Bench:
         self.upstream = upstream
         self.token = token(exp=4_000_000_000)
         self._seconds = seconds
-        self.whole = bodies(1, unique=True)
+        self.whole = [body.replace('"demo"', '"mock"') for body in bodies(1, unique=True)]
 
     def requests_per_cpu_s(self, server: Server) -> float:
         """Whole answers, which the upstream was asked for each."""
@@ -91,7 +91,7 @@ class Bench:
         content = f"NUMBER-{time.time_ns()} [delay={EVENT_PAUSE_MS}]"
         messages = [{"role": "user", "content": content}]
         body = self.folder / "stream.json"
-        body.write_text(json.dumps({"model": "demo", "temperature": 0, "stream": True, "messages": messages}))
+        body.write_text(json.dumps({"model": "mock", "temperature": 0, "stream": True, "messages": messages}))
         tool, port = str(self.folder / "sse_load"), server.url.rpartition(":")[2]
         command = [tool, port, str(STREAMS), str(self._seconds), str(body), f"Authorization: Bearer {self.token}"]
         before, count = server.cpu_s(), self._stats("streams")

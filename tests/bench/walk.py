@@ -101,7 +101,7 @@ async def load_of(tools: Bench, url: str, streams: bool, seconds: int) -> asynci
     folder = tools.folder
     if streams:
         content = f"NUMBER-{time.time_ns()} [delay={EVENT_PAUSE_MS}]"
-        body: dict[str, Any] = {"model": "demo", "temperature": 0, "stream": True}
+        body: dict[str, Any] = {"model": "mock", "temperature": 0, "stream": True}
         body["messages"] = [{"role": "user", "content": content}]
         (folder / "stream.json").write_text(json.dumps(body))
         tool, port = str(folder / "sse_load"), url.rpartition(":")[2]
