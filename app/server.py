@@ -9,6 +9,7 @@ import os
 import resource
 import signal
 import socket
+import ssl
 from collections.abc import Awaitable, Callable, Sequence
 from types import FrameType
 
@@ -42,6 +43,7 @@ class Server(uvicorn.Server):
         connections: Connections,
         inherited: tuple[int, ...] | None = None,
     ) -> None:
+        check_tls_files(settings)
         super().__init__(
             uvicorn.Config(
                 app,
@@ -180,6 +182,23 @@ class Server(uvicorn.Server):
             for task in list(state.tasks):
                 task.cancel()
         await self.lifespan.shutdown()
+
+
+def check_tls_files(settings: ServerSettings) -> None:
+    """Raises: SettingsError, where uvicorn would fail with less to say, or ask the terminal for a password."""
+    certificate, key = settings.tls_cert_file, settings.tls_key_file
+    if certificate is None or key is None:
+        return
+    for name, file in (("tls_cert_file", certificate), ("tls_key_file", key)):
+        try:
+            file.read_bytes()
+        except OSError as exc:
+            raise SettingsError(f"server.{name}: {file}: {exc.strerror}") from exc
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key, password="")
+    except (ssl.SSLError, ValueError) as exc:
+        reason = getattr(exc, "reason", None) or "no certificate and key that fit"
+        raise SettingsError(f"server.tls_cert_file and tls_key_file: {reason}") from exc
 
 
 def raise_file_limit(max_connections: int) -> int:

@@ -54,6 +54,7 @@ def test_environment_reaches_into_lists_and_takes_json(tmp_path: Path) -> None:
         (POOL, {"HEADRACE__POOLS__5__NAME": "x"}, r"HEADRACE__POOLS__5__NAME"),
         (POOL, {"HEADRACE__POOLS__1": "{"}, r"HEADRACE__POOLS__1"),
         (POOL, {"HEADRACE__PRESET": "prod"}, r"preset: Input should be"),
+        (f"preset = [1]\n{POOL}", {}, r"preset: Input should be"),
         ("[server]\nport = 70000\n" + POOL, {}, r"server\.port: .* less than or equal to 65535"),
         ('[server]\nport = "many"\n' + POOL, {}, r"server\.port: "),
         ('[server]\ntls_cert_file = "x"\n' + POOL, {}, r"go together"),

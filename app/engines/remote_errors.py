@@ -23,6 +23,7 @@ from .http_response import Response
 # Of an error's `param` (vLLM) and `code` (OpenAI) when the prompt is too long.
 TOO_LONG = ("input_tokens", "input_text", "context_length_exceeded")
 MOST_MESSAGE_CHARS = 500
+VLLM_ASIDE = " (parameter="  # with the parameter's value after it, in vLLM's own words for itself
 # Of a server that has too much to do: when it does not say when to come back, and the most that it is believed.
 DEFAULT_RETRY_S, MOST_RETRY_S = 1.0, 3600.0
 
@@ -53,7 +54,8 @@ def meaning(status: int, error: dict[str, Any], after_s: float | None) -> Routin
     """The first case that fits counts."""
     param, code = error.get("param"), error.get("code")
     field = None if param is None else str(param)
-    message = str(error.get("message") or "The engine refuses this request.")[:MOST_MESSAGE_CHARS]
+    message = str(error.get("message") or "The engine refuses this request.")
+    message = message.partition(VLLM_ASIDE)[0][:MOST_MESSAGE_CHARS]
     if status == 429 or (status == 503 and after_s is not None):
         return EngineOverloaded(DEFAULT_RETRY_S if after_s is None else after_s)
     if status == 503:

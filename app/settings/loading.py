@@ -59,7 +59,8 @@ def load_settings(
     source = file or (DEFAULT_FILE if DEFAULT_FILE.is_file() else None)
     document = _read_toml(source) if source else {}
     chosen = env.get(f"{ENV_PREFIX}PRESET") or document.get("preset") or preset or "production"
-    document = _merge(copy.deepcopy(PRESETS.get(chosen, {})), document) | {"preset": chosen}
+    defaults = PRESETS.get(chosen, {}) if isinstance(chosen, str) else {}  # else Settings will say so
+    document = _merge(copy.deepcopy(defaults), document) | {"preset": chosen}
     _overlay_environment(document, env)
     if chosen == "development":
         _use_development_secret(document)
