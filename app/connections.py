@@ -31,6 +31,9 @@ MOST_LOOK_S = 1.0  # between two looks for connections that were idle for too lo
 HOLD_S = 0.02
 HELD_BYTES = 65536
 
+CHUNKED = (b"transfer-encoding", b"chunked")
+CHUNK = b"%x\r\n%b\r\n"  # RFC 9112, section 7.1
+
 Headers = list[tuple[bytes, bytes]]
 # What RequestResponseCycle.send looks at.
 POST: Any = {"type": "http", "method": "POST"}
@@ -70,6 +73,10 @@ class Line:
     def spawn(self, work: Coroutine[Any, Any, None]) -> None:
         """Run what ends with the request's answer."""
         self._connection.spawn(self._cycle, work)
+
+    def begin(self, headers: Headers, data: bytes) -> bool:
+        """Send the head of a 200 answer whose length is not told, and some of its body, in one step; False: not now."""
+        return self._connection.begin_parts(self._cycle, headers, data)
 
     @property
     def write(self) -> Callable[[bytes], bool]:
@@ -344,6 +351,14 @@ class Connection(HttpToolsProtocol):
         lines = b"\r\n".join(map(b": ".join, (*self.server_state.default_headers, *headers)))
         self.transport.write(b"HTTP/1.1 200 OK\r\n%b\r\n\r\n%b" % (lines, body))
 
+    def begin_parts(self, cycle: RequestResponseCycle, headers: Headers, data: bytes) -> bool:
+        """What the cycle's `send` does for the head of an answer, and the first part of its body; False: not now."""
+        if cycle.disconnected or cycle.response_started or cycle.flow.write_paused or not cycle.keep_alive:
+            return False
+        cycle.response_started = cycle.chunked_encoding = True
+        self._write([*headers, CHUNKED], CHUNK % (len(data), data))
+        return True
+
     def answer(self, cycle: RequestResponseCycle, headers: Headers, body: bytes) -> bool:
         """What the cycle's `send` does for a whole answer, without a look at each header; False: not now."""
         if cycle.disconnected or cycle.response_started or cycle.flow.write_paused or not cycle.keep_alive:
@@ -359,7 +374,7 @@ class Connection(HttpToolsProtocol):
         """What the cycle's `send` does for a part of a body; the last part is for `send` itself."""
         if cycle.disconnected or not cycle.chunked_encoding or cycle.flow.write_paused or cycle.response_complete:
             return False
-        self.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+        self.transport.write(CHUNK % (len(data), data))
         return True
 
     def _let_go(self) -> bytes:

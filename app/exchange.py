@@ -110,8 +110,9 @@ class Exchange:
             headers += limit_headers(self.admission.tightest())
         return headers
 
-    def stream_headers(self) -> Headers:
-        """All headers of an event stream."""
+    def begin_stream(self) -> Headers:
+        """All headers of an event stream, which begins now."""
+        self.access.status = 200
         return [*STREAM, *self.own_headers()]
 
     def note_source(self, source: Hit | Place, obstacle: str | None, control: CacheControl) -> None:
@@ -187,7 +188,7 @@ class Exchange:
 
     async def reply_stream(self, frames: list[bytes]) -> None:
         """Send a whole event stream: every event is there already."""
-        await self.send({"type": "http.response.start", "status": 200, "headers": self.stream_headers()})
+        await self.send({"type": "http.response.start", "status": 200, "headers": self.begin_stream()})
         await self.send({"type": "http.response.body", "body": b"".join(frames)})
 
 

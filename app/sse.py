@@ -45,7 +45,8 @@ class EventStream:
     def __init__(self, send: Send, line: Line | None, headers: Callable[[], Headers], ping_s: float) -> None:
         self.has_begun = False
         self._send = send
-        self._write = None if line is None else line.write
+        self._line = line
+        self._write = _not_now if line is None else line.write
         self._headers = headers
         self._ping_s = ping_s
         # Mutable state: what could not be written at once, and is for the task to send.
@@ -57,15 +58,13 @@ class EventStream:
     async def read(self, seat: Seat[Any], for_caller: ForCaller) -> None:
         """Send what comes up, until the flight is over. Raises what ended it."""
 
-        write = self._write
-
         def take(events: list[LogEvent]) -> bool:
             events = for_caller(events)
             if not events:
                 return True
             self._is_silent = False
             frames = encode(events[0]) if len(events) == 1 else b"".join(map(encode, events))
-            if self.has_begun and write is not None and write(frames):
+            if self._write(frames) if self.has_begun else self._begin_with(frames):
                 return True
             self._unsent = frames
             return False
@@ -82,6 +81,10 @@ class EventStream:
         """Send the last frame."""
         await self._begin()
         await self._send({"type": "http.response.body", "body": last})
+
+    def _begin_with(self, frames: bytes) -> bool:
+        self.has_begun = self._line is not None and self._line.begin(self._headers(), frames)
+        return self.has_begun
 
     async def _begin(self) -> None:
         if not self.has_begun:
@@ -104,3 +107,8 @@ class EventStream:
             seat.wake()
         self._is_silent = True
         self._ping_later(seat)
+
+
+def _not_now(frames: bytes) -> bool:
+    """Writes for a caller without a line."""
+    return False
