@@ -1,6 +1,6 @@
 """An HTTP/1.1 client for one server: asyncio's transports and httptools' parser, and nothing between them.
 
-httpx and aiohttp take ten and three times as much of the CPU for a request ("Remote engines" in docs/performance.md).
+aiohttp takes three times as much of the CPU for a request, httpx far more ("Remote engines" in docs/performance.md).
 There is no bound on the number of connections: how much an engine is given is for the admission to say. An answer has
 deadlines for its first byte, between its bytes, and for its end; one timer looks after those of all connections. When
 that timer is late itself, so was everything in this process, and the deadlines are put off by as much.
