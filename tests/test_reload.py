@@ -433,7 +433,7 @@ REMOTE = {"name": "a", "engine": "remote", "remote": {"urls": ["http://127.0.0.1
         (toml(sever={}), "sever: unknown key"),
         (toml()[: len(toml()) // 2], ""),
         ("", "nobody could get in"),
-        ("preset = [1]", "unexpected TypeError"),
+        ("preset = [1]", "preset: Input should be"),
         (toml(pools=[A, B]), "no model uses 'b'"),
         (toml(models=[{"name": "m", "pool": "nope"}]), "names the pool 'nope'"),
         (toml(pools=[{**REMOTE, "remote": {"urls": ["http://h:99999"]}}]), "Port out of range"),

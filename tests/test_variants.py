@@ -254,17 +254,18 @@ async def test_explain_follows_the_chosen_variant() -> None:
 async def test_stored_answer_that_leaves_at_once_is_of_the_sessions_own_variant() -> None:
     async with two_variants((50, 50), sticky_by="session") as client:
         watched = Watched(client.gateway)
+        caller = bearer(token())  # one of the next second would have to be verified first
         sessions = [(await session_of(client, name, start), name) for start in (0, 100) for name in TEXTS]
         before = calls(client)
         for session, _ in sessions:
-            await client.post(ASK, headers={**bearer(token()), "x-session-id": session})
+            await client.post(ASK, headers={**caller, "x-session-id": session})
         assert calls(client) == {name: count + 1 for name, count in before.items()}
         watched.told.clear()
         for user in ("u1", "u2", "u3"):  # the bytes of the request are others each time, its meaning is not
             for stream in (False, True):
                 for session, name in sessions:
                     body = {**ASK, "stream": stream, "user": user}
-                    response = await client.post(body, headers={**bearer(token()), "x-session-id": session})
+                    response = await client.post(body, headers={**caller, "x-session-id": session})
                     assert variant_of(response) == name
                     assert is_hit(response)
         assert watched.told == ([True] * 4 + [False] * 4) * 3
