@@ -260,7 +260,7 @@ class Door:
         receive: Receive,
         running: Running,
     ) -> None:
-        stream = EventStream(exchange.send, exchange.line, exchange.begin_stream, self._ping_s)
+        stream = EventStream(exchange, self._ping_s)
         last = DONE
         try:
             with Interruption(exchange.line, receive, running):

@@ -110,10 +110,16 @@ class Exchange:
             headers += limit_headers(self.admission.tightest())
         return headers
 
-    def begin_stream(self) -> Headers:
-        """All headers of an event stream, which begins now."""
-        self.access.status = 200
+    def stream_headers(self) -> Headers:
+        """All headers of an event stream."""
         return [*STREAM, *self.own_headers()]
+
+    def begin_stream(self, frames: bytes) -> bool:
+        """Send the head of an event stream, and its first frames, in one step; False: not now."""
+        if self.line is None or not self.line.begin(self.stream_headers(), frames):
+            return False
+        self.access.status = 200
+        return True
 
     def note_source(self, source: Hit | Place, obstacle: str | None, control: CacheControl) -> None:
         """What the answer's headers will say of where it came from."""
@@ -188,7 +194,7 @@ class Exchange:
 
     async def reply_stream(self, frames: list[bytes]) -> None:
         """Send a whole event stream: every event is there already."""
-        await self.send({"type": "http.response.start", "status": 200, "headers": self.begin_stream()})
+        await self.send({"type": "http.response.start", "status": 200, "headers": self.stream_headers()})
         await self.send({"type": "http.response.body", "body": b"".join(frames)})
 
 

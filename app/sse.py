@@ -10,11 +10,10 @@ from typing import Any
 
 from sse_starlette import ServerSentEvent
 from sse_starlette.sse import AppStatus
-from starlette.types import Send
 
 from cache.flight import LogEvent, Seat
 
-from .connections import Headers, Line
+from .exchange import Exchange
 
 # Importing sse_starlette puts its own handler into uvicorn.Server; app/server.py has another one, and this keeps the
 # library from acting on uvicorn's flag.
@@ -40,14 +39,12 @@ def encode_error(body: bytes) -> bytes:
 class EventStream:
     """An answer sent event by event. The response begins with the first of them, or with the first ping, which is a
     comment after `ping_s` of silence; the clock is coarse, so it may take twice that. An error before is an HTTP error
-    still. `headers` are asked for then."""
+    still."""
 
-    def __init__(self, send: Send, line: Line | None, headers: Callable[[], Headers], ping_s: float) -> None:
+    def __init__(self, exchange: Exchange, ping_s: float) -> None:
         self.has_begun = False
-        self._send = send
-        self._line = line
-        self._write = _not_now if line is None else line.write
-        self._headers = headers
+        self._exchange = exchange
+        self._write = _not_now if exchange.line is None else exchange.line.write
         self._ping_s = ping_s
         # Mutable state: what could not be written at once, and is for the task to send.
         self._unsent = b""
@@ -64,10 +61,13 @@ class EventStream:
                 return True
             self._is_silent = False
             frames = encode(events[0]) if len(events) == 1 else b"".join(map(encode, events))
-            if self._write(frames) if self.has_begun else self._begin_with(frames):
-                return True
-            self._unsent = frames
-            return False
+            if self.has_begun:
+                is_sent = self._write(frames)
+            else:
+                is_sent = self.has_begun = self._exchange.begin_stream(frames)
+            if not is_sent:
+                self._unsent = frames
+            return is_sent
 
         self._ping_later(seat)
         try:
@@ -80,22 +80,19 @@ class EventStream:
     async def end(self, last: bytes) -> None:
         """Send the last frame."""
         await self._begin()
-        await self._send({"type": "http.response.body", "body": last})
-
-    def _begin_with(self, frames: bytes) -> bool:
-        self.has_begun = self._line is not None and self._line.begin(self._headers(), frames)
-        return self.has_begun
+        await self._exchange.send({"type": "http.response.body", "body": last})
 
     async def _begin(self) -> None:
         if not self.has_begun:
             self.has_begun = True
-            await self._send({"type": "http.response.start", "status": 200, "headers": self._headers()})
+            headers = self._exchange.stream_headers()
+            await self._exchange.send({"type": "http.response.start", "status": 200, "headers": headers})
 
     async def _send_unsent(self) -> None:
         frames, self._unsent = self._unsent, b""
         self._is_sending = True
         await self._begin()
-        await self._send({"type": "http.response.body", "body": frames, "more_body": True})
+        await self._exchange.send({"type": "http.response.body", "body": frames, "more_body": True})
         self._is_sending = False
 
     def _ping_later(self, seat: Seat[Any]) -> None:

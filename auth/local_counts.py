@@ -34,8 +34,7 @@ class LocalCounts:
                 break
         if full is not None or not has_room:
             return Verdict(False, standings, full)
-        if now >= self._next_sweep:
-            self._sweep(now)
+        self._sweep(now)
         for standing in standings:
             if standing.window.kind == "requests":
                 standing.used += 1
@@ -73,8 +72,7 @@ class LocalCounts:
 
     def _charge(self, plan: Plan, kind: str, amount: int) -> None:
         now = time.monotonic()
-        if now >= self._next_sweep:
-            self._sweep(now)
+        self._sweep(now)
         for key, window_kind, _, _ in plan.windows:
             if window_kind != kind:
                 continue
@@ -86,6 +84,8 @@ class LocalCounts:
 
     def _sweep(self, now: float) -> None:
         """Forget what is over, once a window's length."""
+        if now < self._next_sweep:
+            return
         for key in [key for key, end in self._ends.items() if end <= now]:
             del self._ends[key], self._used[key]
         self._next_sweep = now + self._window_s

@@ -192,7 +192,7 @@ class Assembly:
         choices = [] if chunk is None else chunk["choices"]
         fields = [choice.get("delta", choice) for choice in choices]
         told = fields[0].items() if len(fields) == 1 else ()
-        names = [name for name, value in told if type(value) is str and name in (*_TEXT, "text")]
+        names = [name for name, value in told if type(value) is str and name not in _NOT_TEXT]
         if len(names) != 1:
             raise ValueError("not a chunk of one text")
         return self.choices[choices[0]["index"]].texts[names[0]]

@@ -75,6 +75,7 @@ def test_completions_are_read_likewise() -> None:
         chunk({"content": None}),
         chunk({"tool_calls": [{"index": 0, "id": "1", "function": {"name": "f", "arguments": ""}}]}),
         {**chunk({"content": " b"}), "created": 2},
+        {**chunk({}), "choices": []},
         {**chunk({"content": " b"}), "usage": {"prompt_tokens": 1, "completion_tokens": 1}},
         {**chunk({"content": " b"}), "choices": [{**chunk({"content": " b"})["choices"][0], "index": 1}]},
     ],

@@ -147,6 +147,7 @@ class Events:
             raise EngineError("The engine sent an event of an unknown form.")
         if (error := document.get("error")) is not None:
             raise refusal_in(error)
+        self._pattern = None
         original = data
         name_there, document["model"] = document.get("model"), self._call.model
         if name_there != self._call.model or b"\n" in data:  # an event that came on several lines leaves on one
@@ -166,7 +167,6 @@ class Events:
             for choice in choices:
                 if choice.get("finish_reason"):
                     self._finished += 1
-            self._pattern = None
             if self._patterns < MOST_PATTERNS and name is None and usage is None:
                 self._patterns += 1
                 self._pattern = pattern_of(original, document, name_there)

@@ -34,7 +34,6 @@ from .http import AUTH, CLIENT_CORE, LIMITS, Server, gateway, running, workspace
 CONNECTIONS = 32
 STREAMS = 100
 EVENT_PAUSE_MS = 10
-WARM_UP_S = 2
 READY_TIMEOUT_S = 60
 PATH = "/v1/chat/completions"
 # The model has the name that the upstream gives it. The requests are one caller's, who would stay with one variant.
@@ -51,8 +50,6 @@ engine = "remote"
 [pools.remote]
 urls = ["{url}"]
 """
-
-
 LEAN = """
 [monitoring]
 log_level = "warning"
@@ -131,9 +128,8 @@ def mock_upstream(folder: Path) -> AbstractContextManager[Server]:
     return running(command, port, "/health", PATH, folder / "upstream.log", core=CLIENT_CORE)
 
 
-def gateway_with_all(folder: Path, upstream_url: str, more: str = "") -> AbstractContextManager[Server]:
-    pools = "".join(POOL.format(name=name, url=upstream_url) for name in ("a", "b"))
-    return gateway(folder, base=more + LIMITS + AUTH + MODEL + pools)
+def config(upstream_url: str) -> str:
+    return LIMITS + AUTH + MODEL + "".join(POOL.format(name=name, url=upstream_url) for name in ("a", "b"))
 
 
 def vllm_router(folder: Path, program: str, upstream_url: str) -> AbstractContextManager[Server]:
@@ -178,8 +174,8 @@ def main() -> None:
         lean.mkdir()
         full.mkdir()
         servers = {
-            "gateway": stack.enter_context(gateway_with_all(lean, url, LEAN)),
-            "gateway, cache and log too": stack.enter_context(gateway_with_all(full, url)),
+            "gateway": stack.enter_context(gateway(lean, base=LEAN + config(url))),
+            "gateway, cache and log too": stack.enter_context(gateway(full, base=config(url))),
             "vllm-router": stack.enter_context(vllm_router(folder, program, url)),
         }
         for server in servers.values():

@@ -8,7 +8,6 @@ into the kernel count for whoever makes them. The signals themselves cost some p
 import argparse
 import asyncio
 import gc
-import json
 import os
 import signal
 import sys
@@ -17,7 +16,6 @@ import time
 from collections import Counter
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 import uvloop
 
@@ -25,8 +23,8 @@ from app.gateway import Gateway
 from app.logs import configure_logging
 from app.settings import load_settings
 
-from .http import AUTH, CLIENT_CORE, LIMITS, SERVER_CORE, WRK
-from .routers import CONNECTIONS, EVENT_PAUSE_MS, MODEL, PATH, POOL, STREAMS, Bench, bench
+from .http import SERVER_CORE, Server
+from .routers import PATH, Bench, bench, config
 
 SAMPLE_S = 0.001
 ROOT = Path(__file__).parents[2]
@@ -72,58 +70,37 @@ def step_of(frame: FrameType | None) -> str:
     return "event loop"
 
 
-async def run(tools: Bench, streams: bool, seconds: int) -> tuple[Counter[str], float, int]:
-    """Samples by step, seconds of CPU, and requests, or events."""
-    folder, url = tools.folder, tools.upstream.url
-    pools = "".join(POOL.format(name=name, url=url) for name in ("a", "b"))
-    (folder / "walk.toml").write_text("[server]\nport = 0\n" + LIMITS + AUTH + MODEL + pools)
+class Here(Server):
+    """The gateway in this process."""
+
+    def __init__(self, url: str) -> None:
+        self.url, self.path = url, PATH
+
+    def cpu_s(self) -> float:
+        return time.process_time()
+
+
+async def run(tools: Bench, streams: bool) -> tuple[Counter[str], float]:
+    """Samples by step, and requests, or events, per second of CPU."""
+    file = tools.folder / "walk.toml"
+    file.write_text("[server]\nport = 0\n" + config(tools.upstream.url))
     configure_logging("json", "info", "error")
-    gateway = Gateway(load_settings(folder / "walk.toml"))
+    gateway = Gateway(load_settings(file))
     serving = asyncio.create_task(gateway.serve())
     await gateway.server.has_started.wait()
     gc.collect()
     gc.freeze()
     samples: Counter[str] = Counter()
-    await finish(await load_of(tools, gateway.server.url, streams, 1))  # to warm up
-    count, cpu_s = gateway.metrics.requests, time.process_time()
+    measure = tools.events_per_cpu_s if streams else tools.requests_per_cpu_s
+    server = Here(gateway.server.url)
+    await asyncio.to_thread(measure, server)  # to warm up
     signal.signal(signal.SIGPROF, lambda _, frame: samples.update([step_of(frame)]))
     signal.setitimer(signal.ITIMER_PROF, SAMPLE_S, SAMPLE_S)
-    told = await finish(await load_of(tools, gateway.server.url, streams, seconds))
+    per_cpu_s = await asyncio.to_thread(measure, server)
     signal.setitimer(signal.ITIMER_PROF, 0)
-    cpu_s = time.process_time() - cpu_s
-    count = json.loads(told)["events"] if streams else gateway.metrics.requests - count
     gateway.server.leave()
     await serving
-    return samples, cpu_s, count
-
-
-async def load_of(tools: Bench, url: str, streams: bool, seconds: int) -> asyncio.subprocess.Process:
-    folder = tools.folder
-    if streams:
-        content = f"NUMBER-{time.time_ns()} [delay={EVENT_PAUSE_MS}]"
-        body: dict[str, Any] = {"model": "mock", "temperature": 0, "stream": True}
-        body["messages"] = [{"role": "user", "content": content}]
-        (folder / "stream.json").write_text(json.dumps(body))
-        tool, port = str(folder / "sse_load"), url.rpartition(":")[2]
-        command = [tool, port, str(STREAMS), str(seconds), str(folder / "stream.json")]
-        command.append(f"Authorization: Bearer {tools.token}")
-    else:
-        (folder / "bodies").write_text("\n".join(tools.whole) + "\n")
-        (folder / "load.lua").write_text(WRK)
-        command = ["wrk", "-t1", f"-c{CONNECTIONS}", f"-d{seconds}s", "-s", str(folder / "load.lua"), url + PATH]
-    env = os.environ | {
-        "BODIES": str(folder / "bodies"),
-        "AUTH": f"Bearer {tools.token}",
-        "UNIQUE": "1",
-        "SALT": str(time.time_ns()),
-    }
-    command = ["taskset", "-c", str(CLIENT_CORE), *command]
-    return await asyncio.create_subprocess_exec(*command, env=env, stdout=asyncio.subprocess.PIPE)
-
-
-async def finish(process: asyncio.subprocess.Process) -> str:
-    out, _ = await process.communicate()
-    return out.decode()
+    return samples, per_cpu_s
 
 
 def main() -> None:
@@ -134,10 +111,10 @@ def main() -> None:
     with bench(arguments.seconds) as tools, tempfile.TemporaryFile("w") as log:
         os.sched_setaffinity(0, {SERVER_CORE})
         sys.stderr = log
-        samples, cpu_s, count = uvloop.run(run(tools, arguments.streams, arguments.seconds))
+        samples, per_cpu_s = uvloop.run(run(tools, arguments.streams))
         sys.stderr = sys.__stderr__
-    each_us = cpu_s / count * 1e6
-    print(f"{each_us:.1f} us of CPU for each of {count} {'events' if arguments.streams else 'requests'}")
+    each_us = 1e6 / per_cpu_s
+    print(f"{each_us:.1f} us of CPU for each {'event' if arguments.streams else 'request'}")
     for step, number in samples.most_common():
         share = number / samples.total()
         print(f"{step:36} {share:6.1%} {share * each_us:8.1f} us")
