@@ -117,6 +117,7 @@ class Answers:
         """Of a request that can be answered from the cache."""
         if wanted.key is None:
             wanted.key = self._keys.key(wanted.question)
+            wanted.access.did("key")
         return wanted.key
 
     def at_hand(self, key: bytes, wanted: Wanted | None = None) -> Hit | None:
@@ -137,7 +138,9 @@ class Answers:
         if wanted.is_looked_up:
             return self._cache.recall(self.key(wanted), wanted.control.max_age_s, is_final=False)
         wanted.is_looked_up = True
-        return await self._look_up(self.key(wanted), wanted.control.max_age_s)
+        hit = await self._look_up(self.key(wanted), wanted.control.max_age_s)
+        wanted.access.did("lookup")
+        return hit
 
     async def look_for(self, key: bytes) -> Hit | None:
         """The same for a key that is known."""
@@ -225,7 +228,8 @@ class Answers:
     def fly(self, wanted: Wanted) -> Place:
         """A place in the flight of such requests, in a new one if there is none."""
         key, is_shared, is_anew = self._flight_key(wanted), self._may_share(wanted), wanted.control.no_cache
-        seat = self._flights.join(key, partial(self._work, wanted, key, is_shared), is_shared, is_anew)
+        work = self._work if wanted.access.trace is None else self._traced_work
+        seat = self._flights.join(key, partial(work, wanted, key, is_shared), is_shared, is_anew)
         if not seat.leads:
             self._note(wanted.access, "collapsed", "")
         elif wanted.obstacle is not None:
@@ -277,6 +281,18 @@ class Answers:
         self.outcomes[outcome, detail] += 1
 
     # In flight
+
+    async def _traced_work(self, wanted: Wanted, key: bytes, is_shared: bool, flight: Flight[Landed]) -> Landed:
+        trace = wanted.access.trace
+        assert trace is not None
+        with trace.calling(wanted.operation, wanted.model.name, wanted.body) as call:
+            wanted.trace = call.headers
+            try:
+                landed = await self._work(wanted, key, is_shared, flight)
+            finally:
+                call.tried(wanted.tally)
+            call.answered(landed.usage)
+            return landed
 
     async def _work(self, wanted: Wanted, key: bytes, is_shared: bool, flight: Flight[Landed]) -> Landed:
         """Ask the engine, and store what it says. Raises: RoutingError, CacheError."""

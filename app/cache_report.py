@@ -13,7 +13,7 @@ from cache.store import ResponseCache
 from routing.balance import Prefix
 
 from .answers import Answers, Landed
-from .metrics import Metrics
+from .metrics import Counts
 from .redis_link import RedisLink
 from .routes import Routes
 
@@ -38,7 +38,7 @@ class CacheReport:
         answers: Answers,
         cache: ResponseCache | None,
         flights: Flights[Landed],
-        metrics: Metrics,
+        counts: Counts,
         redis: RedisLink | None,
         routes: Routes,
         warmings: Callable[[], int],
@@ -46,7 +46,7 @@ class CacheReport:
         self._answers = answers
         self._cache = cache
         self._flights = flights
-        self._metrics = metrics
+        self._counts = counts
         self._redis = redis
         self._routes = routes
         self._warmings = warmings
@@ -86,8 +86,8 @@ class CacheReport:
                 "hit_rate": hit_rate,
                 "total_memory_bytes": memory_bytes,
                 "operations_per_second": round(operations / elapsed_s, 3) if elapsed_s > 0 else None,
-                "avg_response_time_us": self._metrics.hit_time_us(),
-                "efficiency_score": self._metrics.saved_share(),
+                "avg_response_time_us": self._counts.hit_time_us(),
+                "efficiency_score": self._counts.saved_share(),
                 "background_tasks_active": self._flights.stats().in_flight + self._warmings(),
             },
             "tiers": {

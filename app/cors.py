@@ -16,6 +16,7 @@ EXPOSED = [
     "Age",
     "Retry-After",
     "WWW-Authenticate",
+    "Server-Timing",
     *(f"X-RateLimit-{what}-{kind}" for what in ("Limit", "Remaining", "Reset") for kind in ("Requests", "Tokens")),
 ]
 MAX_AGE_S = 600

@@ -4,8 +4,8 @@ Operations (app/operations.py) go from here to the pipeline; everything else goe
 docs/architecture.md for what that is worth.
 """
 
-import logging
 from collections.abc import Awaitable
+from typing import TYPE_CHECKING
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -31,13 +31,14 @@ from .exchange import Exchange, limit_headers
 from .interruption import Interruption
 from .landing import Landing
 from .lifecycle import Lifecycle, Running
-from .logs import Access, AccessLog
-from .metrics import Metrics
+from .logs import Access, AccessLog, log_failure
+from .metrics import Counts
 from .operations import OPERATIONS, Operation
 from .pipeline import Caller, Pipeline
 from .sse import DONE, EventStream, encode, encode_error
 
-logger = logging.getLogger("headrace")
+if TYPE_CHECKING:
+    from .tracing import Tracing
 
 JSON = b"application/json"
 # Headers of requests that are not answered at once, since more comes of them.
@@ -61,18 +62,20 @@ class Door:
         app: ASGIApp,
         pipeline: Pipeline,
         lifecycle: Lifecycle,
-        metrics: Metrics,
+        counts: Counts,
         access_log: AccessLog,
         max_body_bytes: int,
         ping_s: float,
+        tracing: "Tracing | None" = None,
     ) -> None:
         self._app = app
         self._pipeline = pipeline
         self._lifecycle = lifecycle
-        self._metrics = metrics
+        self._counts = counts
         self._access_log = access_log
         self._max_body_bytes = max_body_bytes
         self._ping_s = ping_s
+        self._tracing = tracing
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -85,7 +88,7 @@ class Door:
             scope["state"]["access"] = exchange.access
             await self._see_through(exchange, receive, self._app(scope, receive, exchange.send))
         else:
-            exchange.access.operation = operation.name
+            self._note_operation(operation, exchange)
             await self._see_through(exchange, receive, self._operate(operation, exchange, receive))
 
     def begin(self, exchange: Exchange, body: bytes, receive: Receive, send: Send, line: Line) -> None:
@@ -151,8 +154,8 @@ class Door:
             return None
         exchange = Exchange("POST", path, named)
         exchange.operation = operation
+        self._note_operation(operation, exchange)
         access = exchange.access
-        access.operation = operation.name
         try:
             self._check_head(named)
             hit = self._pipeline.find_at_once(operation, exchange, body)
@@ -166,11 +169,18 @@ class Door:
         self._end(access)
         return answer
 
+    def _note_operation(self, operation: Operation, exchange: Exchange) -> None:
+        exchange.access.operation = operation.name
+        if self._tracing is not None:
+            self._tracing.begin(exchange.access, exchange.headers)
+
     def _end(self, access: Access) -> None:
         access.end()
+        if access.trace is not None:
+            access.trace.end(access)
         self._access_log.write(access)
         if access.operation is not None:
-            self._metrics.record(access, access.duration_s)
+            self._counts.record(access)
 
     async def _operate(self, operation: Operation, exchange: Exchange, receive: Receive) -> None:
         access, headers = exchange.access, exchange.headers
@@ -191,7 +201,9 @@ class Door:
                 if wanted is None:
                     control = cache_headers.read_cache_control(headers.get(b"cache-control"))
                     self._check_head(headers)
-                    body = exchange.body if exchange.body is not None else await self._read_body(receive)
+                    body = exchange.body
+                    if body is None:
+                        body = await self._read_body(receive, access)
                     wanted = self._pipeline.understand(operation, exchange, body, caller.principal, control)
                 source = await self._pipeline.find(wanted)
                 exchange.note_source(source, wanted.obstacle, control)
@@ -237,19 +249,22 @@ class Door:
         if headers.get(b"content-encoding", b"identity") != b"identity":
             raise InvalidRequest("A compressed body is not understood; send it as it is.")
 
-    async def _read_body(self, receive: Receive) -> bytes:
+    async def _read_body(self, receive: Receive, access: Access) -> bytes:
         """Raises: RequestTooLarge, RequestTimeout (from app/connections.py), ClientGone."""
         body = b""
-        while True:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                raise ClientGone
-            part: bytes = message.get("body", b"")
-            if len(body) + len(part) > self._max_body_bytes:
-                raise RequestTooLarge(self._max_body_bytes)
-            body = body + part if body else part
-            if not message.get("more_body", False):
-                return body
+        try:
+            while True:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    raise ClientGone
+                part: bytes = message.get("body", b"")
+                if len(body) + len(part) > self._max_body_bytes:
+                    raise RequestTooLarge(self._max_body_bytes)
+                body = body + part if body else part
+                if not message.get("more_body", False):
+                    return body
+        finally:
+            access.received()
 
     async def _stream(
         self,
@@ -291,7 +306,7 @@ class Door:
         access.reason = getattr(exc, "reason", None)
         access.outcome = "error" if failure.status >= 500 else "refused"
         if not is_known(exc):
-            logger.error("request %s failed", access.request_id, exc_info=exc)
+            log_failure(access, exc)
         return failure
 
 

@@ -23,6 +23,8 @@ from .connections import Headers, Line
 from .logs import Access
 from .operations import Operation
 
+# W3C Trace Context, section 3.2
+TRACEPARENT = re.compile(rb"[0-9a-f]{2}-([0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{2}")
 REQUEST_ID = re.compile(rb"[A-Za-z0-9._~:/+=-]{1,128}")
 JSON = (b"content-type", b"application/json")
 STREAM = (  # as sse-starlette's
@@ -81,6 +83,8 @@ class Exchange:
         self.operation: Operation | None = None
         self.body: bytes | None = None  # of a request that came whole
         self.access = Access(request_id, method, path[:200])
+        if b"traceparent" in headers:
+            self.access.trace_id = trace_id_of(headers[b"traceparent"])
         # What is known so far.
         self.principal: Principal | None = None
         self.admission: Admission | None = None
@@ -98,7 +102,8 @@ class Exchange:
         self.line = line if line is not None and line.is_instead_of(send) else None
 
     def own_headers(self) -> Headers:
-        """Those of every answer: the request's id, where it came from, and how the caller's limits stand."""
+        """Those of every answer: the request's id, where it came from, how the caller's limits stand, and what took
+        how long."""
         headers = [(b"x-request-id", self.access.request_id.encode())]
         if self.cache_status:
             headers.append((b"cache-status", self.cache_status))
@@ -108,6 +113,7 @@ class Exchange:
             headers.append((b"age", b"%d" % self.age_s))
         if self.admission is not None:
             headers += limit_headers(self.admission.tightest())
+        headers.append((b"server-timing", server_timing(self.access)))
         return headers
 
     def stream_headers(self) -> Headers:
@@ -219,6 +225,20 @@ def limit_headers(standings: Sequence[Standing]) -> Headers:
             (reset, b"%ds" % max(0, math.ceil(standing.resets_at - now))),
         )
     return headers
+
+
+def trace_id_of(traceparent: bytes) -> str | None:
+    found = TRACEPARENT.fullmatch(traceparent)
+    return None if found is None else found[1].decode()
+
+
+def server_timing(access: Access) -> bytes:
+    """The walk's steps so far, in milliseconds (W3C Server Timing). Written out: it is for every answer."""
+    told, before = b"", access.started
+    for step, ended in access.steps:
+        told += b"%b;dur=%.3f, " % (step.encode(), (ended - before) * 1000)
+        before = ended
+    return told + b"total;dur=%.3f" % ((time.perf_counter() - access.started) * 1000)
 
 
 def accepts_gzip(accept_encoding: bytes) -> bool:

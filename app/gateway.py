@@ -1,10 +1,13 @@
 """Puts the parts together; the only place that knows them all."""
 
 import asyncio
+import os
 import signal
+import socket
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
 
 from fastapi import FastAPI
 from prometheus_fastapi_instrumentator import Instrumentator
@@ -32,11 +35,13 @@ from .connections import Connections
 from .cors import Cors
 from .crew import Crew
 from .door import Door
-from .endpoints import Health, add_endpoints
+from .endpoints import add_endpoints
 from .engines.supervisor import SupervisedEngine
+from .gpu import Gpus
+from .health import Health
 from .lifecycle import Lifecycle
 from .logs import AccessLog
-from .metrics import Metrics, Parts
+from .metrics import Counts, Metrics, Parts
 from .peers import Peers
 from .pipeline import Pipeline
 from .place import Orders, Place
@@ -46,8 +51,11 @@ from .reload import Reloading
 from .routes import Routes
 from .security import make_authenticator, make_keys, make_policy
 from .server import Server, raise_file_limit
-from .settings import CacheSettings, Settings, SettingsSource
+from .settings import CacheSettings, Settings, SettingsSource, TracingSettings
 from .warming import StartupWarming, Warmer
+
+if TYPE_CHECKING:
+    from .tracing import Tracing
 
 
 class Gateway:
@@ -103,16 +111,18 @@ class Gateway:
             None if source is None else Reloading(source, settings, self.routes, limiter, self.answers, self.lifecycle)
         )
 
-        pipeline = Pipeline(authenticator, limiter, self.routes.models, self.answers, server.max_choices)
+        counts = self.counts = Counts(settings.monitoring.max_tenants)
+        pipeline = Pipeline(authenticator, limiter, self.routes.models, self.answers, server.max_choices, counts)
         clearings = Clearings(self.cache, self.redis, redis.namespace, cache_budget_s) if self.cache else None
         warmer = Warmer(pipeline)
         self.access_log = AccessLog(settings.monitoring.log_format)
-        self.metrics = Metrics()
+        self.metrics = Metrics(counts)
         self.metrics.show(
             Parts(
                 self.routes,
                 self.connections,
                 lambda: self.lifecycle.active_requests,
+                lambda: self.health.is_ready,
                 authenticator,
                 limiter,
                 self.redis,
@@ -123,11 +133,12 @@ class Gateway:
                 self.reloading,
             )
         )
+        gpus = Gpus()
         self.health = Health(
-            self.routes, self.lifecycle, self.metrics, self.redis, self._key_set, disk, self.reloading, place
+            self.routes, self.lifecycle, counts, self.redis, self._key_set, disk, self.reloading, gpus, place
         )
         report = self.report = CacheReport(
-            self.answers, self.cache, self.flights, self.metrics, self.redis, self.routes, lambda: warmer.running
+            self.answers, self.cache, self.flights, counts, self.redis, self.routes, lambda: warmer.running
         )
         cache_parts = CacheParts(pipeline, clearings, report, warmer, server.max_body_bytes, cache.warm_requests_per_s)
         start_up = (
@@ -148,6 +159,7 @@ class Gateway:
             report,
             start_up,
             self.reloading,
+            gpus,
         ):
             if part is not None:
                 self._crew.add(part)
@@ -164,14 +176,18 @@ class Gateway:
         Instrumentator(registry=self.metrics.registry, excluded_handlers=["/metrics"]).instrument(
             inner, metric_namespace="headrace"
         )
+        tracing = make_tracing(settings.monitoring.tracing)
+        if tracing is not None:
+            self._crew.add(tracing)
         door = Door(
             inner,
             pipeline,
             self.lifecycle,
-            self.metrics,
+            counts,
             self.access_log,
             max_body_bytes=server.max_body_bytes,
             ping_s=server.ping_s,
+            tracing=tracing,
         )
         self.connections.answerer = door
         front = Cors(door, server.cors_origins) if server.cors_origins else door
@@ -204,6 +220,15 @@ class Gateway:
             self.access_log.flush()
         if self.server.failure is not None:
             raise self.server.failure
+
+
+def make_tracing(settings: TracingSettings) -> "Tracing | None":
+    if settings.traces_url is None:
+        return None
+    from .tracing import Tracing  # OpenTelemetry is not loaded where nothing is traced
+
+    instance = f"{socket.gethostname()}-{os.getpid()}"
+    return Tracing(settings.traces_url, settings.sample_ratio, settings.service_name, instance)
 
 
 def make_cache(settings: CacheSettings, redis: RedisLink | None, disk: DiskTier | None) -> ResponseCache:

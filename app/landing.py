@@ -1,6 +1,5 @@
 """A request that waits for a flight without a task of its own: most whole answers need nothing else."""
 
-import logging
 from typing import Protocol
 
 from starlette.types import Receive
@@ -9,9 +8,8 @@ from .answers import Place
 from .connections import Line
 from .exchange import Exchange
 from .lifecycle import Running
+from .logs import log_failure
 from .pipeline import Caller
-
-logger = logging.getLogger("headrace")
 
 
 class Ground(Protocol):
@@ -67,7 +65,7 @@ class Landing:
                 self._exchange, self._caller, self._place, self._line
             )
         except Exception as exc:  # this is called by the flight, which is not to fail for it
-            logger.error("request %s failed", self._exchange.access.request_id, exc_info=exc)
+            log_failure(self._exchange.access, exc)
             has_landed = False
         if has_landed:
             self._let_go()

@@ -13,12 +13,16 @@ import traceback
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import orjson
 
-from routing.engine import Usage
+from routing.engine import Tally, Usage
 
+if TYPE_CHECKING:
+    from .tracing import Trace
+
+logger = logging.getLogger("headrace")
 access_logger = logging.getLogger("headrace.access")
 
 FLUSH_S = 0.02
@@ -26,7 +30,8 @@ FLUSH_S = 0.02
 
 @dataclass(slots=True)
 class Access:
-    """What is known of a request when it ends. Times are of the monotonic clock, in seconds."""
+    """What is known of a request when it ends. Times are of the monotonic clock, in seconds. `steps` are those of its
+    walk, each with the time of its end."""
 
     request_id: str
     method: str
@@ -45,24 +50,59 @@ class Access:
     outcome: str = "ok"
     error: str | None = None
     reason: str | None = None
+    steps: list[tuple[str, float]] = field(default_factory=list)
     first_token: float | None = None
+    last_token: float = 0.0
     usage: Usage | None = None
     cache: str | None = None
     cache_detail: str | None = None
     duration_s: float = 0.0
+    gateway_s: float = 0.0
+    trace_id: str | None = None
+    trace: "Trace | None" = None
+    _waited_s: float = 0.0
 
     @property
     def level(self) -> int:
         is_watch = self.path == "/metrics" or self.path.startswith("/health")
         return logging.DEBUG if is_watch else logging.INFO
 
+    def did(self, step: str) -> None:
+        """Note the end of a step, which began where the one before it ended."""
+        self.steps.append((step, time.perf_counter()))
+
+    def received(self) -> None:
+        """The body is here; the wait for it was not of the gateway's making."""
+        began = self.steps[-1][1] if self.steps else self.started
+        now = time.perf_counter()
+        self._waited_s += now - began
+        self.steps.append(("body", now))
+
+    def waited(self, tally: Tally, leads: bool) -> None:
+        """The wait for a flight is over. Its leader knows what of it was for the queue, and what for the engine."""
+        began = self.steps[-1][1] if self.steps else self.started
+        now = time.perf_counter()
+        if not leads:
+            self._waited_s += now - began
+            self.steps.append(("flight", now))
+            return
+        self._waited_s += tally.queued_s + tally.engine_s
+        queued = began + tally.queued_s
+        if tally.queued_s:
+            self.steps.append(("queue", queued))
+        self.steps += (("dispatch", max(queued, now - tally.engine_s)), ("engine", now))
+
     def end(self) -> None:
-        """Note the time of the end."""
-        self.duration_s = time.perf_counter() - self.started
+        """Note the time of the end. The gateway's own part is that up to an answer's first byte, less the waits."""
+        now = time.perf_counter()
+        self.duration_s = now - self.started
+        self.gateway_s = (self.first_token or now) - self.started - self._waited_s
 
     def add_to(self, line: dict[str, Any]) -> None:
         """What there is to say; written out, since it is done for every request."""
         line["request_id"], line["method"], line["path"] = self.request_id, self.method, self.path
+        if self.trace_id is not None:
+            line["trace_id"] = self.trace_id
         if self.operation is not None:
             line["operation"] = self.operation
         if self.model is not None:
@@ -142,6 +182,11 @@ class AccessLog:
         return orjson.dumps(line).decode()
 
 
+def log_failure(access: Access, exc: BaseException) -> None:
+    """A fault of the gateway's own."""
+    logger.error("request %s failed", access.request_id, exc_info=exc, extra={"trace_id": access.trace_id})
+
+
 class JsonFormatter(logging.Formatter):
     """One object a line: time, level, logger, message."""
 
@@ -152,6 +197,9 @@ class JsonFormatter(logging.Formatter):
             "logger": record.name,
             "message": record.getMessage(),
         }
+        trace_id = getattr(record, "trace_id", None)
+        if trace_id is not None:
+            line["trace_id"] = trace_id
         if record.exc_info:
             line["trace"] = self.formatException(record.exc_info)
         return orjson.dumps(line, default=str).decode()

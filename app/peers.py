@@ -14,8 +14,8 @@ from pathlib import Path
 from threading import Lock
 
 from .metrics import Metrics, of_workers, text_of
+from .metrics.summed import Family, counted, decode, encode, together
 from .place import Place
-from .summed_metrics import Family, counted, decode, encode, together
 
 logger = logging.getLogger("headrace")
 

@@ -1,6 +1,5 @@
 """The walk of a request, in the order of its steps; it knows nothing of HTTP but two headers' meaning."""
 
-import re
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -21,13 +20,13 @@ from .answers import Answers, Landed, Place, Renamer, Wanted, replayed, usage_in
 from .bodies import parse
 from .cache_headers import SILENT, CacheControl
 from .errors import InvalidRequest
-from .exchange import Asked, Exchange, Known
+from .exchange import TRACEPARENT, Asked, Exchange, Known
 from .logs import Access
+from .metrics.counts import Counts, Seconds
 from .operations import Operation
 
 MAX_KNOWN = 10_000
 CHOOSE = "routing:choose"
-TRACEPARENT = re.compile(rb"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")  # W3C Trace Context, section 3.2
 MAX_TRACESTATE_BYTES = 512
 
 Headers = Mapping[bytes, bytes]
@@ -57,12 +56,14 @@ class Pipeline:
         models: Models,
         answers: Answers,
         max_choices: int,
+        counts: Counts,
     ) -> None:
         self._authenticator = authenticator
         self._limiter = limiter
         self._models = models
         self._answers = answers
         self._max_choices = max_choices
+        self._counts = counts
         # A request that is the same to the byte is not read again.
         self._known: dict[Asked, Known] = {}
         self._known_of = models.generation
@@ -76,9 +77,11 @@ class Pipeline:
         principal, access = exchange.principal, exchange.access
         if principal is None:
             principal = await self._authenticator.authenticate(exchange.headers.get(b"authorization"))
+            access.did("auth")
         access.tenant, access.subject = principal.tenant, principal.subject
         principal.check_scope(operation.scope)
         admission = exchange.admission = await self._limiter.admit(principal, is_over=hit is not None)
+        access.did("limit")
         return Caller(principal, admission)
 
     def find_at_once(self, operation: Operation, exchange: Exchange, body: bytes) -> Hit | None:
@@ -88,6 +91,7 @@ class Pipeline:
         principal = exchange.principal = self._authenticator.recall(exchange.headers.get(b"authorization"))
         if principal is None or operation.scope not in principal.scopes:
             return None
+        access.did("auth")
         generation = self._models.generation
         asked = exchange.asked = (
             generation,
@@ -105,18 +109,22 @@ class Pipeline:
         hit = None
         if known is not None:
             access.model, access.variant = known.model, known.variant
+            access.did("key")
             hit = self._answers.at_hand(known.key)
+            access.did("lookup")
         if hit is None and (known is None or not self._answers.has_lower):
             wanted = self.understand(operation, exchange, body, principal, SILENT)
             if wanted.stream or wanted.obstacle is not None:
                 return None
             hit = self._answers.at_hand(self._answers.key(wanted), wanted)
+            access.did("lookup")
         exchange.hit = hit
         if hit is None or self._limiter.is_shared or exchange.takes_a_thread(hit.entry.rest):
             return None
         exchange.admission = self._limiter.admit_at_once(principal, is_over=True)
         if exchange.admission is None:
             return None
+        access.did("limit")
         access.tenant, access.subject = principal.tenant, principal.subject
         self.use(exchange, hit)
         return hit
@@ -133,6 +141,7 @@ class Pipeline:
         if admission is None:
             return None
         access = exchange.access
+        access.did("limit")
         access.tenant, access.subject = principal.tenant, principal.subject
         return Caller(principal, admission), self._answers.fly(wanted)
 
@@ -140,6 +149,7 @@ class Pipeline:
         """Account for what that came to, once it is over and went well."""
         landed = place.flight.result
         assert landed is not None
+        wanted.access.waited(wanted.tally, place.leads)
         wanted.access.usage = landed.usage
         caller.admission.settle_at_once(self._bill(wanted, place))
         place.leave()
@@ -151,7 +161,11 @@ class Pipeline:
             return exchange.hit
         if wanted is not None:
             return None if wanted.is_looked_up else await self._answers.look_up(wanted)
-        return None if known is None else await self._answers.look_for(known.key)
+        if known is None:
+            return None
+        hit = await self._answers.look_for(known.key)
+        exchange.access.did("lookup")
+        return hit
 
     def use(self, exchange: Exchange, hit: Hit) -> None:
         """Take what was looked up for the answer, and remember the request."""
@@ -173,6 +187,7 @@ class Pipeline:
         """Raises: as `prepare`."""
         if exchange.wanted is None:
             wanted = self.prepare(operation, parse(body), principal, control, exchange.headers, exchange.access)
+            exchange.access.did("route")
             wanted.size_bytes = len(body)
             known, asked = exchange.known, exchange.asked
             if known is not None and asked is not None and asked[0] == self._models.generation:
@@ -293,6 +308,7 @@ class Pipeline:
             wanted.access.usage = landed.usage
             return landed
         finally:
+            wanted.access.waited(wanted.tally, place.leads)
             try:
                 await self._settle(wanted, caller, place)
             finally:
@@ -301,24 +317,41 @@ class Pipeline:
     async def replay(self, wanted: Wanted, caller: Caller, hit: Hit) -> list[LogEvent]:
         """All events of a stored answer."""
         events = replayed(hit.entry, wanted.operation)
+        wanted.access.first_token = time.perf_counter()
         events = self._for_caller(wanted, None, after(events, wanted.last_event_id))
         await caller.admission.settle()
         return events
 
     async def stream(self, wanted: Wanted, caller: Caller, place: Place, reader: Reader) -> None:
         """Let the reader have the events as they come. Raises: RoutingError, CacheError."""
-        for_caller = partial(self._for_caller, wanted, None if place.leads else Renamer())
+        between_tokens = self._counts.of(wanted.access).between_tokens
+        for_caller = partial(self._next, wanted, place.leads, between_tokens, None if place.leads else Renamer())
         with seated(place):
             try:
                 await reader.read(place, for_caller)
             finally:
+                if wanted.access.first_token is None:
+                    wanted.access.waited(wanted.tally, place.leads)
                 await self._settle(wanted, caller, place)
 
-    def _for_caller(self, wanted: Wanted, renamer: Renamer | None, events: list[LogEvent]) -> list[LogEvent]:
-        """Note what the log says of the stream, and leave out what the caller did not ask for."""
-        access = wanted.access
+    def _next(
+        self, wanted: Wanted, leads: bool, between_tokens: Seconds, renamer: Renamer | None, events: list[LogEvent]
+    ) -> list[LogEvent]:
+        """Note the time of what comes up, and make of it what goes to the caller."""
+        access, now = wanted.access, time.perf_counter()
         if access.first_token is None:
-            access.first_token = time.perf_counter()
+            access.first_token = now
+            access.waited(wanted.tally, leads)
+        else:
+            between_tokens.observe(now - access.last_token)
+        access.last_token = now
+        if renamer is None and len(events) == 1 and not events[0].tells_usage:
+            return events
+        return self._for_caller(wanted, renamer, events)
+
+    def _for_caller(self, wanted: Wanted, renamer: Renamer | None, events: list[LogEvent]) -> list[LogEvent]:
+        """Note what the log says of the usage, and leave out what the caller did not ask for."""
+        access = wanted.access
         if events[0].tells_usage if len(events) == 1 else any(event.tells_usage for event in events):
             access.usage = next(usage_in(event.data) for event in events if event.tells_usage)
             if not wanted.tells_usage:

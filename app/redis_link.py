@@ -32,8 +32,8 @@ MAX_BATCH = 512  # some ten milliseconds of Redis's time; only a busy loop lets 
 
 @dataclass(frozen=True, slots=True)
 class RedisStatus:
-    """`latency_ms` is that of the last check that worked, `last_error` None while it works; `failures` counts round
-    trips."""
+    """`latency_ms` is that of the last round trip that was answered, `last_error` None while it works; `failures`
+    counts round trips."""
 
     is_up: bool
     latency_ms: float | None
@@ -174,6 +174,7 @@ class RedisLink:
         """Run the batch. Each time that the budget passes without an answer counts as a failure; the connection is kept
         until there are enough of those, since a new one takes several round trips."""
         is_over = False
+        sent = time.monotonic()
 
         def late() -> None:
             if is_over:
@@ -200,6 +201,7 @@ class RedisLink:
             raise
         finally:
             is_over = True
+        self._latency_s = time.monotonic() - sent
         error = next((answer for answer in answers if isinstance(answer, Exception)), None)
         for command, answer in zip(batch, answers, strict=True):
             if not command.answer.done():
@@ -237,12 +239,12 @@ class RedisLink:
             await asyncio.sleep(CHECK_S)
 
     async def _check(self) -> None:
-        started = time.monotonic()
         is_late = asyncio.Event()
         try:
             async with asyncio.timeout(CHECK_TIMEOUT_S):
                 if not self.is_up:
                     await check(self._client, self._check_key)  # on new connections, perhaps: several round trips
+                started = time.monotonic()
                 self._deadlines.after(self._budget_s, is_late.set)
                 await check(self._client, self._check_key)
                 is_slow = is_late.is_set()

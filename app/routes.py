@@ -363,6 +363,7 @@ def make_engine(pool: PoolSettings, settings: Settings) -> Engine:
         cache_dir=settings.cache_dir,
         is_builtin=options["model"] == BUILTIN_MODEL,
         log_config=logging_config(monitoring.log_format, monitoring.log_level, monitoring.engine_log_level),
+        traces_url=monitoring.tracing.traces_url,
     )
 
 

@@ -23,11 +23,12 @@ class KeyFetchError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class KeySetStatus:
-    """`age_s` is the time since the last good fetch, None when there was none; `last_error` None when the last one was
-    good."""
+    """`age_s` is the time since the last good fetch, `latency_ms` how long that took, both None when there was none;
+    `last_error` None when the last one was good."""
 
     keys: int
     age_s: float | None
+    latency_ms: float | None
     last_error: str | None
     refreshes: int
     failures: int
@@ -71,6 +72,7 @@ class KeySet:
         self._fingerprint: frozenset[str] = frozenset()
         self.generation = 0
         self._fetched: float | None = None
+        self._fetch_took_s: float | None = None
         self._error: str | None = None
         self._refreshes = 0
         self._failures = 0
@@ -85,7 +87,8 @@ class KeySet:
 
     def status(self) -> KeySetStatus:
         age_s = None if self._fetched is None else round(self._clock() - self._fetched, 1)
-        return KeySetStatus(len(self._fingerprint), age_s, self._error, self._refreshes, self._failures)
+        latency_ms = None if self._fetch_took_s is None else round(self._fetch_took_s * 1000, 3)
+        return KeySetStatus(len(self._fingerprint), age_s, latency_ms, self._error, self._refreshes, self._failures)
 
     def find(self, kid: str | None, algorithm: str) -> VerificationKey | None:
         return self._keys.get((kid, algorithm))
@@ -142,6 +145,7 @@ class KeySet:
 
     async def _refresh(self) -> None:
         self._refreshes += 1
+        began = self._clock()
         try:
             keys = await self._fetch()
         except KeyFetchError as exc:
@@ -153,6 +157,7 @@ class KeySet:
         if self._error is not None:
             logger.info("the keys for tokens are fetched again")
         self._error, self._fetched = None, self._clock()
+        self._fetch_took_s = self._fetched - began
         fingerprint = frozenset(key.fingerprint for key in keys)
         if self._fingerprint - fingerprint:
             self.generation += 1

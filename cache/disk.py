@@ -48,7 +48,7 @@ AGE = struct.Struct(">Q")  # the order in which entries were stored
 
 class DiskTier:
     """In `path`, within `max_bytes`; the oldest answers make room. Out of use until `run` has opened it, and whenever
-    that fails: `last_error` says why."""
+    that fails: `last_error` says why. `latency_ms` is how long LMDB took over what it did last, None before that."""
 
     name = "disk"
     is_shared = False
@@ -70,6 +70,7 @@ class DiskTier:
         self._stats = TierStats()
         # Mutable state of the thread.
         self._store: Store | None = None
+        self.latency_ms: float | None = None
 
     async def get(self, key: bytes) -> Entry | None:
         waiting = self._waiting.get(key)
@@ -156,6 +157,7 @@ class DiskTier:
     def _guarded(self, work: "Callable[[Store], T]") -> T | None:
         if self._store is None:
             return None
+        began = time.perf_counter()
         try:
             return work(self._store)
         except (Corrupt, lmdb.MapFullError):  # one entry that is damaged, or too large
@@ -163,6 +165,8 @@ class DiskTier:
         except (lmdb.Error, OSError) as exc:
             self._stats.failures += 1
             self._fail(exc)
+        finally:
+            self.latency_ms = round((time.perf_counter() - began) * 1000, 3)
         return None
 
     def _open(self) -> bool:

@@ -17,7 +17,8 @@ class Usage(NamedTuple):
 class Tally:
     """What became of a call so far. The engine counts the tokens that it has worked on itself, so that a call that is
     cut short can be charged. `replica` is the one that answers, or was the last to try; `fallback` the pool that
-    stepped in; `first_event_at` is when a stream began, by the monotonic clock."""
+    stepped in; `first_event_at` is when a stream began, by the monotonic clock. `queued_s` is the wait for a turn and
+    for a replica, `engine_s` that for replicas' answers, or first events, all tries together."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
@@ -25,6 +26,8 @@ class Tally:
     retries: int = 0
     fallback: str | None = None
     first_event_at: float | None = None
+    queued_s: float = 0.0
+    engine_s: float = 0.0
 
 
 @dataclass(slots=True)
@@ -68,10 +71,23 @@ class Event(NamedTuple):
 
 @dataclass(slots=True)
 class Load:
-    """What the engine is busy with, in requests, as it last said."""
+    """What the engine has said of itself: the requests that it works on, and those in its queue; the share of its KV
+    cache in use, where it has one; and, counted since the first start, tokens of prompts that were looked for in its
+    prefix cache, and found; requests that it put back into the queue; tokens that it drafted, and accepted."""
 
     running: int = 0
     waiting: int = 0
+    kv_cache_usage: float | None = None
+    prefix_queries: int = 0
+    prefix_hits: int = 0
+    preemptions: int = 0
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
+
+    def idle(self) -> None:
+        """There is no engine any more."""
+        self.running = self.waiting = 0
+        self.kv_cache_usage = None
 
 
 # It gets events that came together, is called where they come up, which may be outside of any task, and must not wait

@@ -126,15 +126,19 @@ class Pool:
         await self._ask(call, True, lambda replica, lease: replica.backend.stream(call, watched(call, lease, take)))
 
     async def _ask(self, call: Call, streams: bool, ask: Callable[[Replica, Lease], Awaitable[T]]) -> T:
-        admission = self.admission
+        admission, tally = self.admission, call.tally
         if not admission.try_enter(call.tenant):
-            await admission.enter(call.priority, call.tenant, call.size_bytes)
+            began = time.monotonic()
+            try:
+                await admission.enter(call.priority, call.tenant, call.size_bytes)
+            finally:
+                tally.queued_s += time.monotonic() - began
         try:
             self._budget.deposit()
             tried: tuple[Replica, ...] = ()
             while True:
                 replica = self._choose(call, streams, tried) or await self._wait_for_one(call, streams)
-                call.tally.replica = replica.name
+                tally.replica = replica.name
                 with replica.acquire(streams) as lease:
                     try:
                         answer = await ask(replica, lease)
@@ -144,8 +148,11 @@ class Pool:
                     else:
                         lease.succeed()
                         return answer
+                    finally:
+                        if tally.first_event_at is None:
+                            tally.engine_s += time.monotonic() - lease.began_at
                 tried = (*tried, replica)
-                if call.tally.first_event_at is not None or not self._may_retry(error, call, tried):
+                if tally.first_event_at is not None or not self._may_retry(error, call, tried):
                     raise error
         finally:
             admission.leave(call.tenant)
@@ -163,11 +170,14 @@ class Pool:
         rests_s = self._rests()
         if len(rests_s) == len(self.replicas) and min(rests_s, default=0.0) > self._ready_wait_s:
             raise EngineOverloaded(min(rests_s))
-        deadline = time.monotonic() + self._ready_wait_s
-        while time.monotonic() < deadline:
-            await asyncio.sleep(min(LOOK_S, self._ready_wait_s))
-            if (replica := self._choose(call, streams, ())) is not None:
-                return replica
+        began = time.monotonic()
+        try:
+            while time.monotonic() - began < self._ready_wait_s:
+                await asyncio.sleep(min(LOOK_S, self._ready_wait_s))
+                if (replica := self._choose(call, streams, ())) is not None:
+                    return replica
+        finally:
+            call.tally.queued_s += time.monotonic() - began
         raise self._unavailable()
 
     def _rests(self) -> list[float]:
@@ -208,7 +218,8 @@ def watched(call: Call, lease: Lease, take: Take) -> Take:
 
     def take_and_note(events: list[Event]) -> None:
         if tally.first_event_at is None:
-            tally.first_event_at = time.monotonic()
+            now = tally.first_event_at = time.monotonic()
+            tally.engine_s += now - lease.began_at
             lease.first_token()
         take(events)
 

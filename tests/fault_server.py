@@ -181,7 +181,8 @@ class Reader(asyncio.StreamReader):
 
     def _leave(self) -> None:
         self.is_gone = True
-        self.on_gone()
+        on_gone, self.on_gone = self.on_gone, nothing  # a broken connection is told of twice
+        on_gone()
 
 
 async def read_request(reader: asyncio.StreamReader, number: int) -> Request:

@@ -105,7 +105,7 @@ async def test_canary_that_fails_gets_no_more_requests_by_itself(caplog: pytest.
         assert health["status"] == "degraded"
         component = health["components"]["canary:demo"]
         assert (component["status"], component["variant"]) == ("degraded", "canary")
-        assert component["reason"].startswith("error rate 1 over 0.2 in 10 requests, the stable variant's is 0")
+        assert component["last_error"].startswith("error rate 1 over 0.2 in 10 requests, the stable variant's is 0")
         assert (await stage.client.http.get("/health/ready")).status_code == 200
         model = await page(stage.client)
         assert shares(model) == {"stable": 1.0, "canary": 0.0}
@@ -113,14 +113,14 @@ async def test_canary_that_fails_gets_no_more_requests_by_itself(caplog: pytest.
         assert (guardrail["state"], guardrail["share"], guardrail["reason"]) == (
             "rolled_back",
             0.0,
-            component["reason"],
+            component["last_error"],
         )
         assert (guardrail["canary"]["requests"], guardrail["canary"]["errors"]) == (10, 10)
         metrics = (await stage.client.http.get("/metrics")).text
         assert 'headrace_canary_rolled_back{model="demo",variant="canary"} 1.0' in metrics
         assert 'headrace_variant_share{model="demo",variant="canary"} 0.0' in metrics
         lines = [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR]
-        assert lines == [f"model demo: the canary canary is rolled back: {component['reason']}"]
+        assert lines == [f"model demo: the canary canary is rolled back: {component['last_error']}"]
 
 
 async def test_canary_that_was_rolled_back_is_reached_by_name() -> None:

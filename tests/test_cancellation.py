@@ -60,7 +60,7 @@ async def test_caller_who_leaves_while_the_body_is_sent_is_not_an_error() -> Non
         writer.transport.abort()
         await client.until_idle()
         assert client.engine.calls == 0
-        assert client.gateway.metrics.failed == 0
+        assert client.gateway.counts.failed == 0
 
 
 @pytest.mark.slow

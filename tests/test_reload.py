@@ -309,7 +309,9 @@ async def test_answers_are_kept_for_as_long_as_the_new_settings_say(tmp_path: Pa
 async def test_answer_that_was_found_before_does_not_speak_for_those_who_ask_afterwards(tmp_path: Path) -> None:
     async with running(tmp_path, **variants(1, 0, sticky_by="subject")) as gateway:
         parts = gateway.client.gateway
-        pipeline = Pipeline(parts.authenticator, Limiter(Policy()), parts.routes.models, parts.answers, 128)
+        pipeline = Pipeline(
+            parts.authenticator, Limiter(Policy()), parts.routes.models, parts.answers, 128, parts.counts
+        )
         operation = OPERATIONS["/v1/chat/completions"]
         body = httpx.Request("POST", "http://x", json=DETERMINED).content
 

@@ -108,7 +108,7 @@ async def test_failure_after_the_first_event_is_told_in_the_stream_and_done_does
         assert events[-1]["error"]["request_id"] == response.headers["x-request-id"]
         assert "[DONE]" not in events
         await client.until_idle()
-        assert client.gateway.metrics.failed == 1
+        assert client.gateway.counts.failed == 1
 
 
 class CutEngine(ScriptedEngine):

@@ -43,6 +43,10 @@ def test_what_is_used_is_there_and_takes_these_parameters(line: str) -> None:
         assert not missing, f"vLLM's {name} does not take {missing} any more; it takes {list(known)}"
 
 
+def test_an_iterations_stats_tell_of_preemptions() -> None:
+    assert find("vllm.v1.metrics.stats:IterationStats")().num_preempted_reqs == 0  # type: ignore[operator]
+
+
 @pytest.mark.parametrize("operation", SERVING)
 def test_serving_objects_answer_as_they_did(operation: str) -> None:
     attribute, method, request_class = SERVING[operation]

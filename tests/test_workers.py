@@ -20,9 +20,9 @@ import httpx
 import psutil
 import pytest
 
+from app.metrics.summed import Family, counted, decode, encode, together
 from app.routes import bounds_of
 from app.settings import ServerSettings, Settings, SettingsError, load_settings
-from app.summed_metrics import Family, counted, decode, encode, together
 from app.workers import Workers, listen
 
 from .conftest import CHAT, events_of, make_settings, text_of

@@ -4,7 +4,7 @@ import asyncio
 import logging
 import socket
 import ssl
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import replace
 from urllib.parse import urlsplit
 
@@ -54,6 +54,11 @@ class Discovery:
         self._probes: dict[str, asyncio.Task[None]] = {}
         if settings.dns is None:
             self._use([self._make_engine(url) for url in settings.urls])
+
+    @property
+    def engines(self) -> Mapping[str, RemoteEngine]:
+        """By the names of their replicas."""
+        return self._engines
 
     def error(self) -> str | None:
         """The last one: of the name, or of a server that is down."""

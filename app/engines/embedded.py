@@ -16,12 +16,13 @@ from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
 from contextvars import ContextVar
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import orjson
 from pydantic import ValidationError
 
-from routing.engine import Answer, Call, Event, Load, Take, Tally, Usage
+from routing.engine import Answer, Call, Event, Load, Take, Usage
 from routing.errors import (
     ContextLengthExceeded,
     EngineConfigError,
@@ -69,7 +70,7 @@ CONTRACT = (
     "vllm.exceptions:VLLMValidationError",
     "vllm.utils.argparse_utils:FlexibleArgumentParser",
     "vllm.v1.engine.async_llm:AsyncLLM.from_vllm_config(vllm_config, stat_loggers, disable_log_stats)",
-    "vllm.v1.engine.async_llm:AsyncLLM.generate(prompt, sampling_params, request_id)",
+    "vllm.v1.engine.async_llm:AsyncLLM.generate(prompt, sampling_params, request_id, trace_headers)",
     "vllm.v1.engine.async_llm:AsyncLLM.get_supported_tasks()",
     "vllm.v1.engine.async_llm:AsyncLLM.is_sleeping()",
     "vllm.v1.engine.async_llm:AsyncLLM.shutdown(timeout)",
@@ -80,18 +81,27 @@ CONTRACT = (
     "vllm.v1.metrics.loggers:StatLoggerBase.record(scheduler_stats, iteration_stats, mm_cache_stats, engine_idx)",
     "vllm.v1.metrics.stats:SchedulerStats.num_running_reqs",
     "vllm.v1.metrics.stats:SchedulerStats.num_waiting_reqs",
+    "vllm.v1.metrics.stats:SchedulerStats.kv_cache_usage",
+    "vllm.v1.metrics.stats:SchedulerStats.prefix_cache_stats",
+    "vllm.v1.metrics.stats:SchedulerStats.spec_decoding_stats",
+    "vllm.v1.metrics.stats:PrefixCacheStats.queries",
+    "vllm.v1.metrics.stats:PrefixCacheStats.hits",
+    "vllm.v1.metrics.stats:IterationStats",
+    "vllm.v1.spec_decode.metrics:SpecDecodingStats.num_draft_tokens",
+    "vllm.v1.spec_decode.metrics:SpecDecodingStats.num_accepted_tokens",
 )
 
 SHUTDOWN_TIMEOUT_S = 10.0
 
 T = TypeVar("T")
 
-# Of the call that this context works for: the serving layer starts its generators in it, and tasks for several prompts.
-TALLY: ContextVar[Tally | None] = ContextVar("TALLY", default=None)
+# The call that this context works for: the serving layer starts its generators in it, and tasks for several prompts.
+CALL: ContextVar[Call | None] = ContextVar("CALL", default=None)
 
 
 class EmbeddedEngine:
-    """`options` are vLLM's, by vLLM's names; `names` the model names it answers to, the first of which vLLM knows."""
+    """`options` are vLLM's, by vLLM's names; `names` the model names it answers to, the first of which vLLM knows.
+    `traces_url` is an OTLP/HTTP receiver of its spans, where the options name none."""
 
     def __init__(
         self,
@@ -100,12 +110,14 @@ class EmbeddedEngine:
         cache_dir: Path,
         is_builtin: bool,
         log_config: Mapping[str, Any],
+        traces_url: str | None = None,
     ) -> None:
         self._options = dict(options)
         self._names = names
         self._cache_dir = cache_dir
         self._is_builtin = is_builtin
         self._log_config = log_config
+        self._traces_url = traces_url
         self.load = Load()
         self.stage = ""
         # Mutable state, changed by `start` and `stop` only.
@@ -150,7 +162,7 @@ class EmbeddedEngine:
                 self._engine = thread.result()
         engine, self._engine = self._engine, None
         self._serving = {}
-        self.load = Load()
+        self.load.idle()
         if engine is not None:
             await asyncio.to_thread(engine.shutdown, SHUTDOWN_TIMEOUT_S)
             # It stands in cycles; left to the interpreter's end, its finaliser would fail there.
@@ -203,7 +215,10 @@ class EmbeddedEngine:
                 raise EngineConfigError(str(exc)) from exc
             self._options = BUILTIN_DEFAULTS | self._options | {"model": str(path)}
         self._go_on("importing vLLM")
-        set_environment(self._log_config)
+        is_traced = self._traces_url is not None and "otlp_traces_endpoint" not in self._options
+        if is_traced:
+            self._options["otlp_traces_endpoint"] = self._traces_url
+        set_environment(self._log_config, traces_by_http=is_traced)
         args = parse_options(self._options, self._names)
         self._go_on("reading the model's configuration")
         from vllm import AsyncEngineArgs
@@ -251,7 +266,7 @@ class EmbeddedEngine:
         if call.operation not in self._serving:
             raise UnsupportedOperation(f"This model has no operation {call.operation}.")
         method, request_class = self._serving[call.operation]
-        TALLY.set(call.tally)
+        CALL.set(call)
         # A request id of the caller's own could clash with another's inside the engine.
         body = {key: value for key, value in call.body.items() if key != "request_id"} | {"model": self._names[0]}
         try:
@@ -324,12 +339,15 @@ def tallying_engine() -> type[Any]:
         async def generate(
             self, prompt: Any, sampling_params: Any, request_id: str, **options: Any
         ) -> AsyncGenerator[Any, None]:
-            tally = TALLY.get()
-            outputs = super().generate(prompt, sampling_params, request_id, **options)
-            if tally is None:
-                async for output in outputs:
+            call = CALL.get()
+            if call is None:
+                async for output in super().generate(prompt, sampling_params, request_id, **options):
                     yield output
                 return
+            if call.trace and self.observability_config.otlp_traces_endpoint is not None:
+                options["trace_headers"] = {name.decode(): value.decode() for name, value in call.trace}
+            outputs = super().generate(prompt, sampling_params, request_id, **options)
+            tally = call.tally
             # The prompt counts from here on, since the engine works on it before there is any output.
             prompt_tokens = len(prompt.get("prompt_token_ids") or ()) if isinstance(prompt, dict) else 0
             tally.prompt_tokens += prompt_tokens
@@ -344,22 +362,32 @@ def tallying_engine() -> type[Any]:
 
 
 def load_logger(load: Load) -> Callable[..., Any]:
-    """A stat logger for vLLM that keeps `load` up to date, summed over data-parallel ranks."""
+    """A stat logger for vLLM that keeps `load` up to date, over all data-parallel ranks."""
     from vllm.v1.metrics.loggers import StatLoggerBase
 
-    ranks: dict[int, Load] = {}
+    ranks: dict[int, Any] = {}  # what each has last said of itself
 
     class LoadLogger(StatLoggerBase):  # type: ignore[misc]
         def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
-            ranks[engine_index] = Load()
+            pass
 
         def record(
             self, scheduler_stats: Any, iteration_stats: Any, mm_cache_stats: Any = None, engine_idx: int = 0
         ) -> None:
             if scheduler_stats is not None:
-                ranks[engine_idx] = Load(scheduler_stats.num_running_reqs, scheduler_stats.num_waiting_reqs)
-                load.running = sum(rank.running for rank in ranks.values())
-                load.waiting = sum(rank.waiting for rank in ranks.values())
+                ranks[engine_idx] = scheduler_stats
+                load.running = sum(rank.num_running_reqs for rank in ranks.values())
+                load.waiting = sum(rank.num_waiting_reqs for rank in ranks.values())
+                load.kv_cache_usage = fmean(rank.kv_cache_usage for rank in ranks.values())
+                prefixes, drafts = scheduler_stats.prefix_cache_stats, scheduler_stats.spec_decoding_stats
+                if prefixes is not None:
+                    load.prefix_queries += prefixes.queries
+                    load.prefix_hits += prefixes.hits
+                if drafts is not None:
+                    load.draft_tokens += drafts.num_draft_tokens
+                    load.accepted_tokens += drafts.num_accepted_tokens
+            if iteration_stats is not None:
+                load.preemptions += iteration_stats.num_preempted_reqs
 
         def log_engine_initialized(self) -> None:
             pass

@@ -41,11 +41,13 @@ BUILTIN_DEFAULTS = {
 }
 
 
-def set_environment(log_config: Mapping[str, Any]) -> None:
+def set_environment(log_config: Mapping[str, Any], traces_by_http: bool) -> None:
     """Set what vLLM reads from the environment when it is imported, here and in its processes; what is set already
     stays."""
     os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    if traces_by_http:
+        os.environ.setdefault("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "http/protobuf")
     if "VLLM_LOGGING_CONFIG_PATH" not in os.environ:
         path = Path(tempfile.mkdtemp(prefix="headrace-")) / "vllm-logging.json"
         path.write_text(json.dumps(log_config))

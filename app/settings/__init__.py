@@ -3,6 +3,7 @@
 from .auth import ApiKeySettings, AuthSettings, JwtSettings, LimitSettings, QuotaSettings
 from .cache import CacheSettings, RedisSettings
 from .loading import SettingsError, caller_token, dump_settings, load_settings
+from .monitoring import MonitoringSettings, TracingSettings
 from .routing import (
     BUILTIN_MODEL,
     BUILTIN_MODEL_NAME,
@@ -27,6 +28,7 @@ __all__ = [
     "JwtSettings",
     "LimitSettings",
     "ModelSettings",
+    "MonitoringSettings",
     "PoolSettings",
     "QuotaSettings",
     "RedisSettings",
@@ -36,6 +38,7 @@ __all__ = [
     "Settings",
     "SettingsError",
     "SettingsSource",
+    "TracingSettings",
     "VariantSettings",
     "caller_token",
     "default_cache_dir",

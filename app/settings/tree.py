@@ -8,20 +8,12 @@ from pydantic import Field, model_validator
 
 from .auth import AuthSettings, LimitSettings
 from .cache import CacheSettings, SingleflightSettings
+from .monitoring import MonitoringSettings
 from .routing import AdmissionSettings, ModelSettings, PoolSettings
 from .section import Section
 from .server import ServerSettings
 
 DEVELOPMENT_SECRET = "development-secret"
-
-
-class MonitoringSettings(Section):
-    log_format: Literal["json", "console"] = "json"
-    """One JSON object a line, or lines for people."""
-    log_level: Literal["debug", "info", "warning", "error"] = "info"
-    """Of the gateway's own lines."""
-    engine_log_level: Literal["debug", "info", "warning", "error"] = "warning"
-    """Of vLLM's lines."""
 
 
 class Settings(Section):

@@ -34,7 +34,7 @@ STEPS = {
     "app/exchange.py": "the answer's headers and form",
     "app/sse.py": "event stream to the caller",
     "app/logs.py": "log and metrics",
-    "app/metrics.py": "log and metrics",
+    "app/metrics/counts.py": "log and metrics",
     "auth/authenticator.py": "who is calling",
     "auth/": "limits",
     "app/door.py": "door and life of a request",

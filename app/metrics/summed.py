@@ -10,6 +10,7 @@ import orjson
 # still add up. The first ending that fits decides; all other gauges are added up.
 GAUGES: Mapping[str, Callable[[list[float]], float]] = {
     "_up": min,
+    "_ready": min,
     "_open": max,
     "_rolled_back": max,
     "_jwks_keys": min,
