@@ -9,6 +9,7 @@ from pathlib import Path
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from .errors import MethodNotAllowed, NotFound, Refusal, describe
@@ -81,8 +82,7 @@ class Console:
 
 def add_console_endpoints(app: Starlette) -> None:
     console = Console()
-    app.router.add_route("/console", console)
-    app.router.add_route("/console/{name:path}", console)
+    app.router.routes += [Route("/console", console), Route("/console/{name:path}", console)]
 
 
 def read_file(path: Path) -> File:

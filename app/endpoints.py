@@ -35,8 +35,10 @@ def add_endpoints(
     started: int,
     peers: Peers | None = None,
     place: Place | None = None,
+    has_console: bool = True,
 ) -> None:
-    """Add all paths. Health and metrics need no token; every other one asks for a caller with a scope."""
+    """Add all paths. Health, metrics, and the console's files need no token; every other one asks for a caller with a
+    scope."""
     models = routes.models
 
     @app.get("/health")
@@ -71,7 +73,8 @@ def add_endpoints(
 
     add_cache_endpoints(app, cache, callers)
     add_routing_endpoints(app, routes, callers, {} if place is None else place.about())
-    add_console_endpoints(app)
+    if has_console:
+        add_console_endpoints(app)
     app.add_middleware(GZipMiddleware, minimum_size=1024)
     add_error_handlers(app)
 

@@ -171,7 +171,16 @@ class Gateway:
         if peers is not None:
             self._crew.add(peers)
         add_endpoints(
-            inner, self.routes, self.health, self.metrics, callers, cache_parts, int(time.time()), peers, place
+            inner,
+            self.routes,
+            self.health,
+            self.metrics,
+            callers,
+            cache_parts,
+            int(time.time()),
+            peers,
+            place,
+            settings.monitoring.console,
         )
         Instrumentator(registry=self.metrics.registry, excluded_handlers=["/metrics"]).instrument(
             inner, metric_namespace="headrace"

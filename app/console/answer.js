@@ -4,7 +4,8 @@ import { el, say, setText, svg } from "./dom.js";
 import * as format from "./format.js";
 import { cacheOutcome, serverTiming } from "./headers.js";
 
-const STEP_TONES = ["blue", "amber", "green", "purple", "red", "grey"];
+const STEP_TONES = ["purple", "amber", "green", "teal", "red", "grey"];
+const TONE_OF_STEP = { engine: "blue", other: "rest" };
 const TONE_OF_OUTCOME = { hit: "good", collapsed: "good", bypass: "warn" };
 
 export class Turn {
@@ -74,6 +75,7 @@ export class Turn {
     say(this._error, error ?? (state === "stopped" ? "Stopped." : null));
     this._tools.hidden = false;
     this._tell();
+    this.onDraw?.();
   }
 
   _draw() {
@@ -122,7 +124,7 @@ export class Turn {
     const bar = el("div", { class: "stepbar", "aria-hidden": "true" });
     const list = el("ul", { class: "steplist", "aria-label": "Steps in the gateway up to the answer's beginning" });
     steps.forEach(({ name, ms }, index) => {
-      const tone = STEP_TONES[index % STEP_TONES.length];
+      const tone = TONE_OF_STEP[name] ?? STEP_TONES[index % STEP_TONES.length];
       const piece = el("span", { "data-tone": tone, title: `${name} ${format.seconds(ms / 1000)}` });
       piece.style.flexGrow = String(ms / all);
       bar.append(piece);

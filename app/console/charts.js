@@ -8,6 +8,7 @@ const MARGIN = { top: 8, right: 8, bottom: 20, left: 46 };
 const TICKS = 4;
 // Told apart by the dashes, too, for who cannot by the colours.
 const DASHES = ["", "6 3", "2 3", "9 3 2 3", "1 4", "12 4"];
+const TONES = ["blue", "amber", "green", "purple", "red", "grey"];
 const GAP_S = 7; // without a point for longer, the line is broken
 
 export class Chart {
@@ -70,7 +71,7 @@ export class Chart {
     const y = (value) => MARGIN.top + (1 - value / top) * (HEIGHT - MARGIN.top - MARGIN.bottom);
     this._scale = { x, width };
     const shapes = names.flatMap((name, index) => this._shapes(levels, index, x, y, tones[index]));
-    if (this._isStacked) shapes.reverse(); // those above cover nothing of those below
+    if (this._isStacked) shapes.reverse(); // where one adds nothing, the line below it is what is seen
     this._svg.replaceChildren(...grid(top, y, width, this._format), ...times(window_s, width), ...shapes, ...this._cursor(levels, x, y));
     this._show();
   }
@@ -85,13 +86,13 @@ export class Chart {
   _shapes(levels, index, x, y, tone) {
     const shapes = [];
     for (const run of runsOf(levels, index)) {
-      const line = run.map(({ at, levels: of }) => `${x(at).toFixed(1)},${y(of[index]).toFixed(1)}`).join("L");
+      const place = (at, level) => `${x(at).toFixed(1)},${y(level).toFixed(1)}`;
+      const line = run.map(({ at, levels: of }) => place(at, of[index])).join("L");
       if (this._isStacked) {
-        const floor = y(0);
-        const area = `M${x(run[0].at).toFixed(1)},${floor}L${line}L${x(run.at(-1).at).toFixed(1)},${floor}Z`;
-        shapes.push(svg("path", { d: area, class: "area", "data-tone": tone }));
+        const below = run.map(({ at, levels: of }) => place(at, of[index - 1] ?? 0)).reverse().join("L");
+        shapes.push(svg("path", { d: `M${line}L${below}Z`, class: "area", "data-tone": tone }));
       }
-      const dash = this._isStacked ? null : DASHES[index % DASHES.length] || null;
+      const dash = this._isStacked ? null : dashOf(index);
       if (run.length > 1) shapes.unshift(svg("path", { d: `M${line}`, class: "line", "data-tone": tone, "stroke-dasharray": dash }));
       else shapes.unshift(svg("circle", { cx: x(run[0].at), cy: y(run[0].levels[index]), r: 2, class: "dot", "data-tone": tone }));
     }
@@ -148,9 +149,18 @@ export class Chart {
   }
 }
 
+export function toneOfSeries(index) {
+  return TONES[index % TONES.length];
+}
+
+/** Once all colours were used, each comes with another dash. */
+function dashOf(index) {
+  return DASHES[(index + Math.floor(index / TONES.length)) % DASHES.length] || null;
+}
+
 function makeItem({ name, tone, index }) {
   const key = svg("svg", { class: "key", width: 18, height: 8, "aria-hidden": "true" });
-  key.append(svg("line", { x1: 1, x2: 17, y1: 4, y2: 4, class: "line", "data-tone": tone, "stroke-dasharray": DASHES[index % DASHES.length] || null }));
+  key.append(svg("line", { x1: 1, x2: 17, y1: 4, y2: 4, class: "line", "data-tone": tone, "stroke-dasharray": dashOf(index) }));
   return el("li", {}, key, el("span", { text: name }), el("strong", {}));
 }
 

@@ -8,13 +8,19 @@ import { eventsOf } from "./sse.js";
 const NEAR_END_PX = 80;
 
 export class Chat {
-  constructor() {
+  /** `onUnauthorized`: called when a question was refused for want of a good token. */
+  constructor(onUnauthorized) {
+    this._onUnauthorized = onUnauthorized;
     this._model = byId("model");
     this._question = byId("question");
     this._list = byId("turns");
-    // Mutable: the conversation, and what stops the answer that comes just now (null: none does).
+    // Mutable: the conversation, what stops the answer that comes just now (null: none does), and whether the end is in
+    // view: growing text must not push it out then, and must not scroll otherwise.
     this._turns = [];
     this._stopper = null;
+    this._isAtEnd = true;
+    document.addEventListener("scroll", () => (this._isAtEnd = this._leftBelow() < NEAR_END_PX), { capture: true, passive: true });
+    byId("settings").open = matchMedia("(min-width: 721px)").matches;
     byId("composer").addEventListener("submit", (event) => {
       event.preventDefault();
       this._send();
@@ -72,8 +78,8 @@ export class Chat {
     turn.onDraw = () => this._follow();
     this._turns.push(turn);
     this._list.append(turn.element);
-    this._list.scrollTop = this._list.scrollHeight;
-    turn.element.scrollIntoView({ block: "nearest" });
+    this._isAtEnd = true;
+    this._follow();
     const stopper = (this._stopper = new AbortController());
     this._showRunning(true, "The model is answering.");
     try {
@@ -82,9 +88,16 @@ export class Chat {
     } catch (error) {
       if (stopper.signal.aborted) turn.end("stopped");
       else turn.end("failed", inWords(error));
+      if (error.status === 401) this._giveBack(turn);
     }
     this._stopper = null;
     this._showRunning(false, wordsFor(turn));
+  }
+
+  /** A question that nobody took stands where it was typed, for when there is another token. */
+  _giveBack(turn) {
+    if (this._question.value === "") this._question.value = turn.question;
+    this._onUnauthorized();
   }
 
   /** Raises: ApiError, Unreachable, AbortError, and TypeError when the connection breaks. */
@@ -130,8 +143,17 @@ export class Chat {
 
   /** Keep the end in view for who is there; who has scrolled up stays. */
   _follow() {
-    const { scrollHeight, scrollTop, clientHeight } = this._list;
-    if (scrollHeight - scrollTop - clientHeight < NEAR_END_PX) this._list.scrollTop = scrollHeight;
+    if (this._isAtEnd) this._scroller().scrollTop = this._scroller().scrollHeight;
+  }
+
+  /** On a narrow screen the whole page scrolls, and not the conversation within it. */
+  _scroller() {
+    return getComputedStyle(this._list).overflowY === "auto" ? this._list : document.scrollingElement;
+  }
+
+  _leftBelow() {
+    const { scrollHeight, scrollTop, clientHeight } = this._scroller();
+    return scrollHeight - scrollTop - clientHeight;
   }
 }
 

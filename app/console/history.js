@@ -70,9 +70,38 @@ export class History {
         total(now, "headrace_admission_waiting"),
         grownBy(short, now, "headrace_admission_refused_total"),
       ],
+      variants: new Map(variantsOf(now).map(({ name, labels }) => [name, trafficOf(short, long, now, labels)])),
       kv: new Map(now.of("headrace_engine_kv_cache_usage_ratio").map(({ labels, value }) => [labels.pool, value])),
     };
   }
+}
+
+/** {name, labels} of each variant that requests were for or may fall to; of a model without variants, its own. */
+export function variantsOf(now) {
+  const found = new Map();
+  const shares = now.of("headrace_variant_share");
+  const split = new Set(shares.map(({ labels }) => labels.model));
+  for (const { labels } of [...shares, ...now.of("headrace_requests_total")]) {
+    const { model, variant } = labels;
+    if (!model || (!variant && split.has(model))) continue; // refused before a model was known, or a variant chosen
+    const name = variant ? `${model} / ${variant}` : model;
+    found.set(name, { name, labels: { model, variant } });
+  }
+  return [...found.values()].sort((one, other) => (one.name < other.name ? -1 : 1));
+}
+
+/** What one variant's requests came to up to now, since `short` in number, since `long` in kind; null: nothing is known. */
+export function trafficOf(short, long, now, labels) {
+  const sum = (numbers) => [...numbers.values()].reduce((all, number) => all + number, 0);
+  const outcomes = growth(long, now, "headrace_requests_total", "outcome", labels);
+  const ttft = (q) => quantile(long, now, "headrace_time_to_first_token_seconds", q, labels);
+  const all = sum(outcomes);
+  return {
+    rate: sum(growth(short, now, "headrace_requests_total", "outcome", labels)) / (now.at - short.at),
+    median: ttft(0.5),
+    slow: ttft(0.95),
+    errors: all ? (outcomes.get("error") ?? 0) / all : null,
+  };
 }
 
 /** Of the requests that could be answered from the cache, those that were, by tier, and those that read along. Null each

@@ -21,12 +21,14 @@ const models = new Part(() => getJson("v1/models"), { what: "Reading the models"
 const past = new History();
 const overview = new Overview(past);
 const routing = new Routing();
-const chat = new Chat();
+const chat = new Chat(() => checkToken());
 
-// Mutable: the timer of the next look, how many there were, and whether one is under way.
+// Mutable: the timer of the next look, how many there were, and whether one is under way; what is wrong with what was
+// typed in.
 let timer = null;
 let looks = 0;
 let isLooking = false;
+let complaint = null;
 
 const tabs = new Tabs(document.querySelector('[role="tablist"]'), () => look());
 
@@ -39,17 +41,24 @@ async function look() {
   const view = tabs.current;
   const readsModels = looks % MODELS_EVERY === 0 || models.value === null;
   looks += 1;
-  const [isThere] = await Promise.all([
-    health.refresh(),
-    lookAtMetrics(),
-    view === "overview" ? stats.refresh() : true,
-    view === "routing" ? routes.refresh() : true,
-    readsModels ? models.refresh() : true,
-  ]);
+  const looksAtMetrics = lookAtMetrics();
+  const isThere = await health.refresh();
+  if (isThere && readsModels) await models.refresh();
+  if (isThere) await lookAt(view === "overview" ? stats : view === "routing" ? routes : null);
+  await looksAtMetrics;
   isLooking = false;
   show(isThere);
   timer = setTimeout(look, Math.max(0, EVERY_MS - (performance.now() - begun)));
   if (view !== tabs.current) look();
+}
+
+/** A part that needs a token. Where the models were refused for want of one, it is not asked for in vain. */
+async function lookAt(part) {
+  if (!models.isUnauthorized) {
+    await part?.refresh();
+    if (part?.isUnauthorized) await models.refresh();
+  }
+  if (models.isUnauthorized) for (const other of [stats, routes]) other.refuse(models.error);
 }
 
 async function lookAtMetrics() {
@@ -72,25 +81,29 @@ function show(isThere) {
   showToken();
 }
 
+/** Another token, or the one in use was refused just now: what was found with it is not shown any more. */
+async function checkToken() {
+  for (const part of [stats, routes, models]) part.reset();
+  await models.refresh();
+  if (models.isUnauthorized) for (const other of [stats, routes]) other.refuse(models.error);
+  show(health.value !== null);
+}
+
 function showToken() {
   const refusal = models.error instanceof ApiError ? models.error : null;
-  const isRefused = refusal?.status === 401;
+  const isRefused = models.isUnauthorized;
   const isKnown = models.value !== null || refusal !== null;
   byId("token-entry").hidden = !isKnown || (hasToken() ? !isRefused : models.value !== null);
   byId("token-forget").hidden = !hasToken();
-  const words = isRefused ? (hasToken() ? `Not accepted: ${refusal.inWords()}` : "A token is needed.") : hasToken() ? "Token in use." : models.value ? "No token needed." : "";
+  const words = complaint ?? (isRefused ? (hasToken() ? `Not accepted: ${refusal.inWords()}` : "A token is needed.") : hasToken() ? "Token in use." : models.value ? "No token needed." : "");
   setText(byId("token-state"), words);
 }
 
 async function changeToken(text) {
-  if (!useToken(text)) {
-    setText(byId("token-state"), "This is no token: it has characters that none has.");
-    return;
-  }
+  complaint = useToken(text) ? null : "This is no token: it has characters that none has.";
+  if (complaint !== null) return showToken();
   byId("token").value = "";
-  for (const part of [stats, routes, models]) part.reset();
-  await models.refresh();
-  show(health.value !== null);
+  await checkToken();
   if (byId("token-entry").hidden) tabs.focus();
   else byId("token").focus();
   look();

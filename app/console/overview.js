@@ -1,10 +1,10 @@
 // The first view: a row of figures, charts of the last minutes, and tables of variants, engines, replicas, and tiers.
 
-import { Chart } from "./charts.js";
+import { Chart, toneOfSeries } from "./charts.js";
 import { byId, el, setText, sync } from "./dom.js";
 import * as format from "./format.js";
-import { OUTCOMES, TABLE_S, TIERS, TOKENS } from "./history.js";
-import { growth, grownBy, quantile, total } from "./metrics.js";
+import { OUTCOMES, TABLE_S, TIERS, TOKENS, trafficOf, variantsOf } from "./history.js";
+import { grownBy, total } from "./metrics.js";
 import { Table } from "./table.js";
 
 const CHARTS = [
@@ -14,7 +14,12 @@ const CHARTS = [
   { id: "queue", title: "Queue", about: "requests before and in the engines", format: format.count, max: 4, names: ["in flight", "waiting", "refused in 10 s"], tones: ["blue", "amber", "red"] },
   { id: "tokens", title: "Tokens", about: "a second, as requests end", format: format.perSecond, names: Object.values(TOKENS), tones: ["blue", "grey", "green", "purple"] },
 ];
-const POOL_TONES = ["blue", "amber", "green", "purple", "red", "grey"];
+// Their series come and go: `read(point)` is a map of values by the series' names.
+const CHANGING_CHARTS = [
+  { id: "variant-requests", title: "Variants: requests", about: "a second", format: format.perSecond, read: ({ variants }) => only(variants, "rate") },
+  { id: "variant-ttft", title: "Variants: time to first token", about: "median over 30 s", format: format.seconds, read: ({ variants }) => only(variants, "median") },
+  { id: "kv", title: "KV cache", about: "in use, of this gateway's engines", format: format.percent, max: 1, read: ({ kv }) => kv, none: "No engine in this gateway tells it. Servers elsewhere keep their own." },
+];
 const WITHOUT_METRICS = "No values: this gateway does not serve /metrics here.";
 
 export class Overview {
@@ -23,7 +28,7 @@ export class Overview {
     this._tiles = byId("tiles");
     this._notices = byId("notices");
     this._charts = CHARTS.map((options) => [options, new Chart(byId("charts"), options)]);
-    this._kv = new Chart(byId("charts"), { id: "kv", title: "KV cache", about: "of the engines in this gateway, in use", format: format.percent, max: 1 });
+    this._changing = CHANGING_CHARTS.map((options) => [options, new Chart(byId("charts"), options)]);
     const column = (name) => ({ name });
     const number = (name) => ({ name, isNumber: true });
     const table = (id, title, about, columns) => new Table(byId("tables"), { id, title, about, columns });
@@ -33,11 +38,11 @@ export class Overview {
     this._engines = table("engines", "Engines in this gateway", "prefix hits over the last minute", [
       column("Pool"), column("State"), number("KV cache"), number("Running"), number("Waiting"), number("Prefix hits"), number("Preemptions"), number("Restarts"),
     ]);
-    this._replicas = table("replicas", "Replicas", "latency as the balancer sees it", [
-      column("Pool"), column("Replica"), column("State"), column("Breaker"), number("In flight"), number("First token"), number("Answer"), number("Requests"), number("Failures"),
-    ]);
     this._tiers = table("tiers", "Cache tiers", "since the start", [
       column("Tier"), number("Entries"), number("Size"), number("Hits"), number("Misses"), number("Stored"), number("Evicted"), number("Failures"),
+    ]);
+    this._replicas = table("replicas", "Replicas", "latency as the balancer sees it", [
+      column("Pool"), column("Replica"), column("State"), column("Breaker"), number("In flight"), number("First token"), number("Answer"), number("Requests"), number("Failures"),
     ]);
   }
 
@@ -88,43 +93,35 @@ export class Overview {
     const { points, window_s } = this._history;
     const of = (id) => points.map((point) => ({ at: point.at, values: point[id] }));
     for (const [{ id, names, tones }, chart] of this._charts) chart.update({ names, tones, points: of(id), window_s, note });
-    const pools = [...new Set(points.flatMap(({ kv }) => [...kv.keys()]))];
-    const values = points.map(({ at, kv }) => ({ at, values: pools.map((pool) => kv.get(pool) ?? null) }));
-    const none = points.length && pools.length === 0 ? "No engine in this gateway tells it. Servers elsewhere keep their own." : null;
-    const tones = pools.map((_, index) => POOL_TONES[index % POOL_TONES.length]);
-    this._kv.update({ names: pools, tones, points: pools.length ? values : [], window_s, note: note ?? none });
+    for (const [{ read, none = null }, chart] of this._changing) {
+      const maps = points.map((point) => ({ at: point.at, map: read(point) }));
+      const names = [...new Set(maps.flatMap(({ map }) => [...map.keys()]))].sort();
+      const values = maps.map(({ at, map }) => ({ at, values: names.map((name) => map.get(name) ?? null) }));
+      const isEmpty = points.length > 0 && names.length === 0;
+      chart.update({ names, tones: names.map((_, index) => toneOfSeries(index)), points: isEmpty ? [] : values, window_s, note: note ?? (isEmpty ? none : null) });
+    }
   }
 
   _showVariants(before, now, note) {
-    const pairs = new Map();
-    const shares = now.of("headrace_variant_share");
-    for (const { labels } of [...shares, ...now.of("headrace_requests_total")]) {
-      if (labels.model) pairs.set(JSON.stringify([labels.model, labels.variant]), { model: labels.model, variant: labels.variant });
-    }
-    const found = [...pairs].map(([key, wanted]) => ({ key, wanted, ...traffic(before, now, wanted) }));
+    const nothing = { rate: null, median: null, slow: null, errors: null };
+    const found = variantsOf(now).map((each) => ({ ...each, ...(before ? trafficOf(before, before, now, each.labels) : nothing) }));
     const most = (name) => Math.max(...found.map((row) => row[name] ?? 0)) || 1;
     const [mostRequests, mostMedian, mostSlow] = ["rate", "median", "slow"].map(most);
-    const hasVariants = new Set(shares.map(({ labels }) => labels.model));
-    const rows = found
-      .filter(({ wanted }) => wanted.variant || !hasVariants.has(wanted.model)) // refused before a variant was chosen
-      .sort((one, other) => (one.key < other.key ? -1 : 1))
-      .map(({ key, wanted, rate, median, slow, errors }) => {
-        const share = total(now, "headrace_variant_share", wanted);
-        const rolledBack = total(now, "headrace_canary_rolled_back", wanted);
-        return {
-          key,
-          cells: [
-            wanted.model,
-            wanted.variant || "–",
-            share === null ? "all" : { text: format.percent(share), share },
-            { text: format.perSecond(rate), share: rate === null ? null : rate / mostRequests },
-            { text: format.seconds(median), share: median === null ? null : median / mostMedian },
-            { text: format.seconds(slow), share: slow === null ? null : slow / mostSlow },
-            { text: format.percent(errors), tone: errors ? "bad" : "" },
-            rolledBack === null ? "–" : rolledBack ? { text: "rolled back", tone: "bad" } : { text: "watched", tone: "good" },
-          ],
-        };
-      });
+    const rows = found.map(({ name, labels, rate, median, slow, errors }) => {
+      const share = total(now, "headrace_variant_share", labels);
+      const rolledBack = total(now, "headrace_canary_rolled_back", labels);
+      const cells = [
+        labels.model,
+        labels.variant || "–",
+        share === null ? "all" : { text: format.percent(share), share },
+        { text: format.perSecond(rate), share: rate === null ? null : rate / mostRequests },
+        { text: format.seconds(median), share: median === null ? null : median / mostMedian },
+        { text: format.seconds(slow), share: slow === null ? null : slow / mostSlow },
+        { text: format.percent(errors), tone: errors ? "bad" : "" },
+        rolledBack === null ? "–" : rolledBack ? { text: "rolled back", tone: "bad" } : { text: "watched", tone: "good" },
+      ];
+      return { key: name, cells };
+    });
     this._variants.update({ rows, note: note ?? (rows.length ? null : "No requests so far.") });
   }
 
@@ -173,14 +170,8 @@ export class Overview {
   }
 }
 
-/** What one variant's requests came to between two looks; null: nothing is known. */
-function traffic(before, now, wanted) {
-  if (before === null) return { rate: null, median: null, slow: null, errors: null };
-  const outcomes = growth(before, now, "headrace_requests_total", "outcome", wanted);
-  const all = [...outcomes.values()].reduce((sum, number) => sum + number, 0);
-  const ttft = (q) => quantile(before, now, "headrace_time_to_first_token_seconds", q, wanted);
-  const errors = all ? (outcomes.get("error") ?? 0) / all : null;
-  return { rate: all / (now.at - before.at), median: ttft(0.5), slow: ttft(0.95), errors };
+function only(variants, figure) {
+  return new Map([...variants].map(([name, figures]) => [name, figures[figure]]));
 }
 
 function notWell(health) {

@@ -1,7 +1,7 @@
 // Tabs by the pattern of the ARIA Authoring Practices: arrows, Home, and End go from one to another; Tab goes past them.
 
 export class Tabs {
-  /** The tab whose name is in the address (`#chat`) is open at first. `onOpen(name)` is called for each that opens later. */
+  /** The tab whose name is in the address (`#/chat`) is open at first. `onOpen(name)` is called for each that opens later. */
   constructor(list, onOpen) {
     this._tabs = [...list.querySelectorAll('[role="tab"]')];
     this._onOpen = onOpen;
@@ -33,11 +33,12 @@ export class Tabs {
       tab.tabIndex = isOpen ? 0 : -1;
       document.getElementById(nameOf(tab)).hidden = !isOpen;
     }
-    history.replaceState(null, "", `#${name}`);
+    // No element's id: with one, the browser would go there, and Tab on from there, past the head of the page.
+    history.replaceState(null, "", `#/${name}`);
   }
 
   _addressed() {
-    const name = location.hash.slice(1);
+    const name = location.hash.slice(2);
     return this._tabs.some((tab) => nameOf(tab) === name) ? name : this.current;
   }
 

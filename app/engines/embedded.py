@@ -95,6 +95,8 @@ SHUTDOWN_TIMEOUT_S = 10.0
 
 T = TypeVar("T")
 
+# A trace context that says: not sampled (W3C Trace Context, section 3.2.2.5).
+UNTRACED = ((b"traceparent", b"00-%032x-%016x-00" % (1, 1)),)
 # The call that this context works for: the serving layer starts its generators in it, and tasks for several prompts.
 CALL: ContextVar[Call | None] = ContextVar("CALL", default=None)
 
@@ -112,12 +114,12 @@ class EmbeddedEngine:
         log_config: Mapping[str, Any],
         traces_url: str | None = None,
     ) -> None:
-        self._options = dict(options)
+        self._is_traced = traces_url is not None and "otlp_traces_endpoint" not in options
+        self._options = dict(options) | ({"otlp_traces_endpoint": traces_url} if self._is_traced else {})
         self._names = names
         self._cache_dir = cache_dir
         self._is_builtin = is_builtin
         self._log_config = log_config
-        self._traces_url = traces_url
         self.load = Load()
         self.stage = ""
         # Mutable state, changed by `start` and `stop` only.
@@ -215,10 +217,7 @@ class EmbeddedEngine:
                 raise EngineConfigError(str(exc)) from exc
             self._options = BUILTIN_DEFAULTS | self._options | {"model": str(path)}
         self._go_on("importing vLLM")
-        is_traced = self._traces_url is not None and "otlp_traces_endpoint" not in self._options
-        if is_traced:
-            self._options["otlp_traces_endpoint"] = self._traces_url
-        set_environment(self._log_config, traces_by_http=is_traced)
+        set_environment(self._log_config, traces_by_http=self._is_traced)
         args = parse_options(self._options, self._names)
         self._go_on("reading the model's configuration")
         from vllm import AsyncEngineArgs
@@ -233,7 +232,7 @@ class EmbeddedEngine:
         self._go_on("starting the engine process and loading the weights")
         try:
             # Ours is the only stat logger: a second engine's default one would unregister the first one's metrics.
-            return tallying_engine().from_vllm_config(
+            return tallying_engine(self._is_traced).from_vllm_config(
                 config, stat_loggers=[load_logger(self.load)], disable_log_stats=True
             )
         except Exception as exc:
@@ -329,9 +328,10 @@ class EmbeddedEngine:
         return data.replace(b'"model":' + orjson.dumps(self._names[0]), b'"model":' + orjson.dumps(call.model), 1)
 
 
-def tallying_engine() -> type[Any]:
+def tallying_engine(is_traced: bool) -> type[Any]:
     """vLLM's engine, which also counts each call's tokens as they come: the serving layer tells them at the end only,
-    and a call that is cut short has none."""
+    and a call that is cut short has none. If it `is_traced` by the gateway, then only the calls that the gateway traces
+    are: vLLM would begin a trace for each of the others."""
     from vllm import AsyncLLMEngine
     from vllm.sampling_params import RequestOutputKind
 
@@ -344,8 +344,8 @@ def tallying_engine() -> type[Any]:
                 async for output in super().generate(prompt, sampling_params, request_id, **options):
                     yield output
                 return
-            if call.trace and self.observability_config.otlp_traces_endpoint is not None:
-                options["trace_headers"] = {name.decode(): value.decode() for name, value in call.trace}
+            if self.observability_config.otlp_traces_endpoint is not None and (call.trace or is_traced):
+                options["trace_headers"] = {name.decode(): value.decode() for name, value in call.trace or UNTRACED}
             outputs = super().generate(prompt, sampling_params, request_id, **options)
             tally = call.tally
             # The prompt counts from here on, since the engine works on it before there is any output.

@@ -14,6 +14,8 @@ import psutil
 import pytest
 from openai import OpenAI
 
+from ..otlp_receiver import OtlpReceiver, otlp_receiver
+
 MODEL = "SmolLM2-135M-Instruct"
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 START_TIMEOUT_S = 240
@@ -150,9 +152,16 @@ enable_chunked_prefill = true
 
 
 @pytest.fixture(scope="session")
-def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
-    """Two engines in one process, shared by all tests that leave them alive."""
-    with gateway_process(tmp_path_factory.mktemp("gateway"), TWO_ENGINES) as process:
+def receiver() -> Iterator[OtlpReceiver]:
+    with otlp_receiver() as receiver:
+        yield receiver
+
+
+@pytest.fixture(scope="session")
+def gateway(tmp_path_factory: pytest.TempPathFactory, receiver: OtlpReceiver) -> Iterator[Process]:
+    """Two engines in one process, shared by all tests that leave them alive. It traces what its callers trace."""
+    config = f'{TWO_ENGINES}\n[monitoring.tracing]\nendpoint = "{receiver.url}"\nsample_ratio = 0\n'
+    with gateway_process(tmp_path_factory.mktemp("gateway"), config, OTEL_BSP_SCHEDULE_DELAY="200") as process:
         process.wait_until_ready()
         yield process
 
