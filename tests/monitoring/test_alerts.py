@@ -1,4 +1,4 @@
-"""The alert rules: promtool finds them right, each fires and does not where it should."""
+"""The alert rules: promtool finds them right, each fires and does not where it should, and the runbook has each."""
 
 import re
 import subprocess
@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import yaml
 
-from .conftest import ALERTS, TARGET_LABELS, Told
+from .conftest import ALERTS, ROOT, TARGET_LABELS, Told
 
+RUNBOOK = ROOT / "docs" / "runbook.md"
 UNIT_TESTS = sorted(Path(__file__).parent.glob("*.yaml"))
 NAME = re.compile(r"\bheadrace_\w+")
 SELECTOR = re.compile(r"\b(headrace_\w+)\{([^}]*)\}")
@@ -44,6 +45,8 @@ def test_each_alert_is_shown_firing_and_not_firing(alerts: list[dict[str, Any]])
 
 
 def test_each_alert_says_what_is_wrong_and_where_to_read_on(alerts: list[dict[str, Any]]) -> None:
+    headings = [line[3:] for line in RUNBOOK.read_text().splitlines() if line.startswith("## ")]
+    assert headings == [alert["alert"] for alert in alerts]
     for alert in alerts:
         assert alert["labels"]["severity"] in ("critical", "warning", "info")
         assert alert["for"]
